@@ -1,0 +1,1 @@
+"""Stage 6, tensors in, tensors out; knows nothing of SGLang."""

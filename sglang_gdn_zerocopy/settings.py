@@ -1,0 +1,75 @@
+"""Every environment variable of the overlay: name, default, parser, help. The only reader of ``os.environ``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class SettingError(ValueError):
+    """A variable holds a value that its parser does not know; the text names both and the remedy."""
+
+
+def _parse_switch(text: str) -> bool:
+    word = text.strip().lower()
+    if word in {"1", "true", "yes", "on"}:
+        return True
+    if word in {"", "0", "false", "no", "off"}:
+        return False
+    raise ValueError("use 1 or 0")
+
+
+def _parse_text(text: str) -> str:
+    return text.strip()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable. ``parse`` turns its text into a value, or raises ``ValueError`` with the remedy."""
+
+    name: str
+    default: str
+    parse: Callable[[str], Any]
+    help: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> Any:
+        """The parsed value from ``environ`` (default: this process's). Raises :class:`SettingError`."""
+        source = os.environ if environ is None else environ
+        text = source.get(self.name, self.default)
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SettingError(f"{self.name}={text!r} is not understood: {error}") from None
+
+
+SWITCH = Setting(
+    "SGLANG_GDN_ZEROCOPY",
+    "0",
+    _parse_switch,
+    "1 switches the overlay on, 0 leaves stock SGLang untouched.",
+)
+UNVERIFIED = Setting(
+    "SGLANG_GDN_ZEROCOPY_UNVERIFIED",
+    "0",
+    _parse_switch,
+    "1 lets the overlay use views on a SGLang build that is not in its table or was edited. "
+    "Nobody has compared the bits of such a build.",
+)
+CACHE = Setting(
+    "SGLANG_GDN_ZEROCOPY_CACHE",
+    "",
+    _parse_text,
+    "Folder for the stock wheels that `check` fetches. Default: the user's cache folder.",
+)
+
+SETTINGS = (SWITCH, UNVERIFIED, CACHE)
+
+# SGLang's own allow-list of plugin names; read here, never written.
+SGLANG_PLUGINS = Setting("SGLANG_PLUGINS", "", _parse_text, "SGLang's allow-list of plugin names.")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """A copy of this process's environment with ``changes`` applied, for a child process."""
+    return {**os.environ, **changes}

@@ -1,0 +1,1 @@
+"""Stage 3, the only place that spells an SGLang name."""
