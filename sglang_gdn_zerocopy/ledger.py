@@ -1,4 +1,4 @@
-"""Counts decisions by (stage, reason) and says each reason once. Feeds ``status()``, ``doctor`` and the server's log."""
+"""Counts decisions by (stage, reason) and says each reason once: for `status()`, `doctor` and the server log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("sglang_gdn_zerocopy")
 
 _LINE = re.compile(
     r"GDN zero-copy (?P<event>installed|declined|live) \(pid (?P<pid>\d+)\): "
-    r"(?:(?P<protocol>[a-z ]+) target verify -> (?P<route>[a-z]+): )?(?P<reason>.*)"
+    r"(?:(?:(?P<protocol>[a-z ]+) )?target verify -> (?P<route>[a-z]+): )?(?P<reason>.*)"
 )
 
 
@@ -37,49 +37,56 @@ def parse_statement(line: str) -> Statement | None:
     if found is None:
         return None
     return Statement(
-        found["event"], int(found["pid"]), found["protocol"] or "", found["route"] or "", found["reason"].strip()
+        found["event"],
+        int(found["pid"]),
+        found["protocol"] or "",
+        found["route"] or "",
+        found["reason"].strip(),
     )
 
 
 class Ledger:
     """Per-process counts. A forked child starts from zero (see :meth:`reset`)."""
 
+    # A reason may name a size; a stream of ever new sizes must not grow the process.
+    _LIMIT = 4096
+
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
-        self._said: set[tuple[str, str]] = set()
 
     def reset(self) -> None:
         """Forget everything; run in a forked child."""
         self.counts.clear()
-        self._said.clear()
 
-    def count(self, stage: str, reason: str) -> None:
-        """Count one event without saying it."""
-        self.counts[stage, reason] += 1
+    def count(self, stage: str, reason: str) -> bool:
+        """Count one event without saying it. Returns whether it is the first of its kind."""
+        key = (stage, reason)
+        if key not in self.counts and len(self.counts) >= self._LIMIT:
+            key = (stage, "more reasons than the ledger keeps")
+        self.counts[key] += 1
+        return self.counts[key] == 1
 
     def installed(self, reason: str) -> None:
         """The overlay was put on the backend."""
-        self._say("installed", reason, logging.INFO, f"GDN zero-copy installed (pid {os.getpid()}): {reason}")
+        if self.count("installed", reason):
+            LOGGER.info("GDN zero-copy installed (pid %d): %s", os.getpid(), reason)
 
     def declined(self, reason: str, level: int = logging.WARNING) -> None:
         """The overlay was asked for and stays off, or a part of it was switched off."""
-        self._say("declined", reason, level, f"GDN zero-copy declined (pid {os.getpid()}): {reason}")
+        if self.count("declined", reason):
+            LOGGER.log(level, "GDN zero-copy declined (pid %d): %s", os.getpid(), reason)
 
-    def decided(self, protocol: Protocol, decision: Decision) -> None:
-        """One target-verify call took ``decision.route``."""
-        stage = f"{protocol.value} -> {decision.route.value}"
-        if (stage, decision.reason) in self._said:
-            self.counts[stage, decision.reason] += 1
-            return
-        level = logging.INFO if decision.route is Route.VIEWS else logging.WARNING
-        text = f"GDN zero-copy live (pid {os.getpid()}): {protocol.value} target verify -> {decision.route.value}"
-        self._say(stage, decision.reason, level, f"{text}: {decision.reason}")
+    def failed(self, stage: str, error: Exception) -> None:
+        """Our own code raised before anything was written; stock took over."""
+        self.declined(f"{stage} failed, stock takes over: {type(error).__name__}: {error}", logging.ERROR)
 
-    def _say(self, stage: str, reason: str, level: int, text: str) -> None:
-        self.counts[stage, reason] += 1
-        if (stage, reason) not in self._said:
-            self._said.add((stage, reason))
-            LOGGER.log(level, text)
+    def decided(self, protocol: Protocol | None, decision: Decision) -> None:
+        """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
+        kind = f"{protocol.value} target verify" if protocol else "target verify"
+        if self.count(f"{kind} -> {decision.route.value}", decision.reason):
+            level = logging.INFO if decision.route is Route.VIEWS else logging.WARNING
+            text = "GDN zero-copy live (pid %d): %s -> %s: %s"
+            LOGGER.log(level, text, os.getpid(), kind, decision.route.value, decision.reason)
 
     def as_rows(self) -> list[dict[str, object]]:
         """The counts, most frequent first: stage, reason, count."""

@@ -70,14 +70,14 @@ class Release:
 
     ``copies``: stock's target verify copies packed QKV into three tensors. ``protocols``: what its target verify
     can run. ``call_kwargs``: keyword arguments that SGLang passes beside the five named ones. ``fingerprints``:
-    "path relative to the sglang package::qualified name" -> fingerprint of that definition.
+    path inside the sglang package -> qualified name -> fingerprint of that definition.
     """
 
     version: str
     copies: bool
     protocols: tuple[Protocol, ...]
     call_kwargs: frozenset[str]
-    fingerprints: Mapping[str, str]
+    fingerprints: Mapping[str, Mapping[str, str]]
 
 
 class Verdict(str, Enum):

@@ -1,0 +1,128 @@
+"""Stage 1: switched on? Register the import hook. Idempotent; never raises into SGLang."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sglang_gdn_zerocopy import settings
+from sglang_gdn_zerocopy.ledger import Ledger
+
+if TYPE_CHECKING:
+    from sglang_gdn_zerocopy.import_hook import Installation
+
+
+class _Process:
+    """The overlay's state in this process."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.wanted = False
+        self.hook_pending = False
+        self.fork_guarded = False
+        self.reason = "activate() was not called"
+        self.installation: Installation | None = None
+
+
+_PROCESS = _Process()
+
+
+def activate() -> bool:
+    """Switch the overlay on when the environment says so; SGLang's plugin loader calls this in every process.
+
+    With ``SGLANG_GDN_ZEROCOPY`` off or unset nothing is imported and nothing is patched. Otherwise the GDN backend
+    is patched once it is imported, at once if it already is. Returns whether the overlay is switched on; why it is
+    not, or what became of it, is in :func:`status` and in the log. Never raises.
+    """
+    try:
+        if not settings.SWITCH.read():
+            _PROCESS.reason = f"{settings.SWITCH.name} is off"
+            return False
+        allow_unverified = settings.UNVERIFIED.read()
+    except settings.SettingError as error:
+        _PROCESS.reason = str(error)
+        _PROCESS.ledger.declined(str(error))
+        return False
+    try:
+        _switch_on(allow_unverified)
+    except Exception as error:
+        _PROCESS.wanted = False
+        _PROCESS.reason = f"{type(error).__name__}: {error}"
+        _PROCESS.ledger.failed("activating", error)
+    return _PROCESS.wanted
+
+
+def _switch_on(allow_unverified: bool) -> None:
+    import wrapt
+
+    from sglang_gdn_zerocopy import import_hook
+    from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE
+
+    def on_import(module: ModuleType) -> None:
+        _PROCESS.hook_pending = False
+        if _PROCESS.wanted:
+            _PROCESS.installation = import_hook.install(module, _PROCESS.ledger, allow_unverified)
+
+    if not _PROCESS.fork_guarded:
+        os.register_at_fork(after_in_child=_PROCESS.ledger.reset)
+        _PROCESS.fork_guarded = True
+    _PROCESS.wanted = True
+    _PROCESS.reason = "waiting for the GDN backend to be imported"
+    installation = _PROCESS.installation
+    if installation is not None and installation.overlay is not None:
+        installation.overlay.live = True
+    elif not _PROCESS.hook_pending:
+        _PROCESS.hook_pending = True
+        wrapt.register_post_import_hook(on_import, BACKEND_MODULE)
+
+
+def deactivate() -> tuple[str, ...]:
+    """Switch the overlay off between two calls and put upstream's very own functions back.
+
+    Where others have wrapped over our wrappers these stay in place, switched off, and are returned by name.
+    """
+    _PROCESS.wanted = False
+    _PROCESS.reason = "deactivate() was called"
+    installation = _PROCESS.installation
+    if installation is None or installation.overlay is None or installation.applied is None:
+        _PROCESS.installation = None
+        return ()
+    installation.overlay.live = False
+    covered = installation.applied.undo()
+    if not covered:
+        _PROCESS.installation = None
+    for label in covered:
+        _PROCESS.ledger.declined(f"switched off but left in place: {label}")
+    return covered
+
+
+def status() -> dict[str, Any]:
+    """This process's overlay as plain data.
+
+    ``state``: "off", "waiting" (the backend is not imported yet), "installed", "built in", "not applicable" or
+    "declined", with its ``reason``. ``release``: the SGLang version seen. ``policies``: route policies, first
+    asked first. ``covered``: patches that others wrapped or replaced since; ``lost``: those no call reaches any
+    more. ``copies_avoided`` and ``counts``: what happened so far.
+    """
+    installation = _PROCESS.installation
+    report = installation.report if installation else None
+    overlay = installation.overlay if installation else None
+    applied = installation.applied if installation else None
+    if not _PROCESS.wanted:
+        state, reason = "off", _PROCESS.reason
+    elif report is None:
+        state, reason = "waiting", _PROCESS.reason
+    else:
+        state, reason = ("installed" if overlay else report.verdict.value), report.reason
+    return {
+        "pid": os.getpid(),
+        "state": state,
+        "reason": reason,
+        "release": report.version if report else "",
+        "policies": list(overlay.routes.policies) if overlay else [],
+        "covered": list(applied.covered()) if applied else [],
+        "lost": list(applied.lost()) if applied else [],
+        "copies_avoided": _PROCESS.ledger.counts["copy", "avoided"],
+        "counts": _PROCESS.ledger.as_rows(),
+    }

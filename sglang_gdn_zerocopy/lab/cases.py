@@ -1,0 +1,103 @@
+"""The named target-verify cases that `check` and the tests run, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sglang_gdn_zerocopy.records import Protocol
+
+# The draft tree of tree cases by parent index of each draft token; -1 is the root.
+TREE_PARENTS = (-1, 0, 0, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One target-verify call on random data.
+
+    ``slots`` holds one state slot a request, -1 for a padded graph row; ``live`` of them are requests with tokens,
+    the rest has a zero-length segment. ``buffer_steps`` is the draft dimension that the buffers were allocated
+    with (default: ``draft_tokens``). ``windows`` is "dense" or "overlapping". dtypes are torch's names; on a GPU
+    the activations are bfloat16 (see :func:`on_gpu`), since the Triton interpreter computes bfloat16 wrongly.
+    ``layers`` calls are made one after the other, each with buffers of its own.
+    """
+
+    name: str
+    protocol: Protocol = Protocol.SNAPSHOTS
+    num_k_heads: int = 1
+    num_v_heads: int = 2
+    draft_tokens: int = 4
+    slots: tuple[int, ...] = (3, 1)
+    live: int | None = None
+    tree: bool = False
+    buffer_steps: int | None = None
+    windows: str = "overlapping"
+    activation_dtype: str = "float16"
+    state_dtype: str = "float32"
+    bias: bool = False
+    row_padding: int = 0
+    layers: int = 1
+    ring_steps: int = 16
+
+    @property
+    def num_requests(self) -> int:
+        """Rows of the batch in requests, padding included."""
+        return len(self.slots)
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that have tokens."""
+        return self.num_requests if self.live is None else self.live
+
+
+_FOLD = Protocol.FOLD_RING
+_CIRCULAR = Protocol.CIRCULAR_RING
+
+CASES = (
+    Case("chain, ratio 2"),
+    Case("chain, ratio 1", num_v_heads=1, windows="dense", bias=True),
+    Case("chain, ratio 3", num_v_heads=3, draft_tokens=3),
+    Case("chain, ratio 4, two key heads", num_k_heads=2, num_v_heads=8, draft_tokens=2, slots=(2,)),
+    Case("chain, fp32 activations", activation_dtype="float32", draft_tokens=2),
+    Case("chain, 16-bit state", state_dtype="float16"),
+    Case("chain, one token, one request", draft_tokens=1, slots=(0,), num_v_heads=1),
+    Case("chain, 5 draft tokens", draft_tokens=5, slots=(1,)),
+    Case("chain, 6 draft tokens", draft_tokens=6, slots=(4,), num_v_heads=1),
+    Case("chain, 7 draft tokens", draft_tokens=7, slots=(0,), num_v_heads=1),
+    Case("chain, 8 draft tokens", draft_tokens=8, slots=(2,), num_v_heads=1),
+    Case("chain, T below the allocated steps", draft_tokens=2, buffer_steps=4, windows="dense"),
+    Case("chain, padded graph rows", slots=(2, 3, -1, -1), live=2),
+    Case("chain, padded row with tokens", slots=(2, -1), draft_tokens=3),
+    Case("chain, rows inside a wider buffer", row_padding=7, draft_tokens=3),
+    Case("chain, three layers", layers=3, draft_tokens=2, slots=(1,), num_v_heads=1),
+    Case("tree, dense windows", tree=True, windows="dense"),
+    Case("tree, padded graph rows", tree=True, windows="dense", slots=(1, 2, -1), live=2),
+    Case("fold ring", protocol=_FOLD, ring_steps=4),
+    Case("fold ring, padded graph rows", protocol=_FOLD, ring_steps=4, slots=(3, -1), live=1),
+    Case("fold ring, T beyond the ring", protocol=_FOLD, ring_steps=4, draft_tokens=6, slots=(1,)),
+    Case("fold ring, ratio 3", protocol=_FOLD, ring_steps=3, draft_tokens=3, num_v_heads=3, slots=(0,)),
+    Case("circular ring", protocol=_CIRCULAR, draft_tokens=4),
+    Case("circular ring, padded graph rows", protocol=_CIRCULAR, slots=(1, -1), live=1, draft_tokens=3),
+    Case("circular ring, ratio 3, dense windows", protocol=_CIRCULAR, num_v_heads=3, draft_tokens=2, windows="dense"),
+)
+
+
+def cases_for(protocols: tuple[Protocol, ...]) -> tuple[Case, ...]:
+    """The cases that a release with these protocols can run."""
+    return tuple(case for case in CASES if case.protocol in protocols)
+
+
+def on_gpu(case: Case) -> tuple[Case, ...]:
+    """The same case with bfloat16 activations and real model width, with both state dtypes of production."""
+    activations = "bfloat16" if case.activation_dtype == "float16" else case.activation_dtype
+    states = ("float32", "bfloat16") if case.state_dtype == "float32" else ("bfloat16",)
+    return tuple(
+        replace(
+            case,
+            name=f"{case.name} [state {state}]",
+            num_k_heads=case.num_k_heads * 4,
+            num_v_heads=case.num_v_heads * 4,
+            activation_dtype=activations,
+            state_dtype=state,
+        )
+        for state in states
+    )

@@ -1,0 +1,121 @@
+"""Stock against the overlay on one case: the bits of every result, and the copies that were launched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import sglang_gdn_zerocopy as overlay
+from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.lab.world import World, build_world
+
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Columns of the table: a result's name and the tensors of the world that make it up.
+_COLUMNS = {
+    "windows": ("windows",),
+    "conv state": ("conv_state",),
+    "inputs": ("mixed_qkv", "gates", "next_token", "next_sibling", "parent_token", "query_start_loc", "slots"),
+}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case on one release. ``equal``: result -> whether its bits are the same in both runs."""
+
+    case: str
+    protocol: str
+    route: str
+    layers: int
+    copies_before: int
+    copies_after: int
+    equal: dict[str, bool]
+
+    @property
+    def bits_equal(self) -> bool:
+        """Whether every result is the same in both runs."""
+        return all(self.equal.values())
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equality of two tensors' bits, so that NaN equals itself and 0.0 differs from -0.0."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    as_integer = _INTEGER_OF_SIZE[left.element_size()]
+    return torch.equal(left.contiguous().view(as_integer), right.contiguous().view(as_integer))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, torch fills memory that nothing has written yet with NaN or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # The switch is a property of torch's own making on a module, which type checkers do not see.
+    deterministic: Any = torch.utils.deterministic
+    filled = deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
+    """Run ``case`` on stock and with the overlay, on equal fresh data, and compare the bits of everything.
+
+    The environment must switch the overlay on; it is activated for the second run and deactivated again.
+    """
+    equal: dict[str, bool] = {}
+    copies = {False: 0, True: 0}
+    routes: set[str] = set()
+    for layer in range(case.layers):
+        runs: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+        for on in (False, True):
+            world = build_world(case, seed + layer, device, harness.low_parts)
+            before, counts = harness.copies, _route_counts()
+            with poisoned_memory():
+                output, state = _verify(harness, world, on)
+            copies[on] += harness.copies - before
+            if on:
+                routes |= (_route_counts() - counts).keys() if state == "installed" else {state}
+            runs.append((output, world.tensors))
+        for column, same in _compare_runs(*runs).items():
+            equal[column] = equal.get(column, True) and same
+    route = " and ".join(sorted(routes)) or "no verify call seen"
+    return CaseResult(case.name, case.protocol.value, route, case.layers, copies[False], copies[True], equal)
+
+
+def _verify(harness: Harness, world: World, on: bool) -> tuple[torch.Tensor, str]:
+    if not on:
+        return harness.verify(world), "off"
+    overlay.activate()
+    try:
+        return harness.verify(world), str(overlay.status()["state"])
+    finally:
+        overlay.deactivate()
+
+
+def _compare_runs(
+    stock: tuple[torch.Tensor, dict[str, torch.Tensor]], ours: tuple[torch.Tensor, dict[str, torch.Tensor]]
+) -> dict[str, bool]:
+    results = {"output": same_bits(stock[0], ours[0]) and stock[0].stride() == ours[0].stride()}
+    for name, tensor in stock[1].items():
+        column = next((c for c, names in _COLUMNS.items() if name in names), "state")
+        results[column] = results.get(column, True) and same_bits(tensor, ours[1][name])
+    return results
+
+
+def _route_counts() -> Counter[str]:
+    """Calls so far by the route's name."""
+    counts: Counter[str] = Counter()
+    for row in overlay.status()["counts"]:
+        _, arrow, route = row["stage"].rpartition(" -> ")
+        if arrow:
+            counts[route] += row["count"]
+    return counts

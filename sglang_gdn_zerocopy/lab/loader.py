@@ -1,0 +1,153 @@
+"""Import a release's own backend and kernels from its wheel on a machine without SGLang's dependencies.
+
+The modules under comparison are the wheel's own files, unchanged. Everything else below ``sglang`` and
+``sgl_kernel`` is a stand-in: a name that can be imported, called and subclassed, and that does nothing. A process
+mounts one release and is then used up.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# What is under comparison: the backend with its dispatcher, the conv, the copy, the recurrence and the circular ring.
+_REAL_BELOW = (
+    "sglang.srt.layers.attention.",
+    "sglang.kernels.ops.",
+    "sglang.jit_kernel.triton.",
+)
+_REAL_FILES = frozenset(
+    {
+        "gdn_backend",
+        "gdn_triton",
+        "kernel_backend",
+        "causal_conv1d_triton",
+        "gdn_fused_proj",
+        "triton_gdn_fused_proj",
+        "fused_sigmoid_gating_recurrent",
+        "gdn_replayssm_spec_decode",
+    }
+)
+_REAL_MODULES = frozenset({"sglang.srt.layers.attention.linear.utils"})
+
+
+class _StandInType(type):
+    """A class of which every attribute is another stand-in."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _stand_in(name)
+
+
+def _stand_in(name: str) -> type:
+    return _StandInType(name, (), {"__init__": lambda self, *args, **kwargs: None, "__bool__": lambda self: False})
+
+
+def _yes() -> bool:
+    return True
+
+
+def _no() -> bool:
+    return False
+
+
+class SpeculativeState:
+    """Stands in for ``MambaPool.SpeculativeState``: a layer's buffers by name."""
+
+    def __init__(self, **buffers: Any) -> None:
+        vars(self).update(buffers)
+
+
+class _MambaPool:
+    SpeculativeState = SpeculativeState
+
+
+def _known_stand_ins() -> dict[str, Any]:
+    import torch
+
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return {
+        "is_cuda": _yes,
+        "is_cpu": _no,
+        "is_hip": _no,
+        "is_npu": _no,
+        "is_xpu": _no,
+        "is_musa": _no,
+        "is_arch_support_pdl": _no,
+        "torch_release": release,
+        "get_eager_max_batch_size": lambda *args: 0,
+        "MambaPool": _MambaPool,
+    }
+
+
+class _StandInModule(ModuleType):
+    def __init__(self, name: str, known: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self._known = known
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._known.get(name)
+        if value is None:
+            value = _stand_in(name)
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known = _known_stand_ins()
+        self.stand_ins: list[str] = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in ("sglang", "sgl_kernel"):
+            return None
+        file = self._folder / (fullname.replace(".", "/") + ".py")
+        below = fullname.startswith(_REAL_BELOW) and fullname.rpartition(".")[2] in _REAL_FILES
+        if (below or fullname in _REAL_MODULES) and file.is_file():
+            return importlib.util.spec_from_file_location(fullname, file)
+        self.stand_ins.append(fullname)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StandInModule(spec.name, self._known)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class Mounted:
+    """A release made importable in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._finder = _Finder(folder)
+        # The release's dist-info lies in the folder, so its version is found as an installed one's is.
+        sys.path.insert(0, str(folder))
+        sys.meta_path.insert(0, self._finder)
+
+    @property
+    def stand_ins(self) -> tuple[str, ...]:
+        """Names of the modules that were stood in for so far."""
+        return tuple(sorted(set(self._finder.stand_ins)))
+
+
+def mount(folder: Path) -> Mounted:
+    """Make the release unpacked in ``folder`` (which holds ``sglang`` and its dist-info) importable here.
+
+    Raises ``RuntimeError`` when this process has already imported a ``sglang``.
+    """
+    if "sglang" in sys.modules:
+        raise RuntimeError("this process has imported a sglang already; mount a release in a fresh one")
+    return Mounted(folder)

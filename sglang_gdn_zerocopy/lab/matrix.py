@@ -1,0 +1,135 @@
+"""Runs releases through their cases, each release in a worker process, and collects the results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
+from sglang_gdn_zerocopy.records import Verdict
+from sglang_gdn_zerocopy.settings import SWITCH, UNVERIFIED, child_environment
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case of one release, judged. ``verdict``: what the overlay is on this release."""
+
+    case: str
+    protocol: str
+    route: str
+    layers: int
+    copies_before: int
+    copies_after: int
+    equal: dict[str, bool]
+    ok: bool
+
+
+@dataclass(frozen=True)
+class ReleaseRun:
+    """All cases of one release, with what they ran on."""
+
+    version: str
+    verdict: str
+    reason: str
+    wheel: str
+    sha256: str
+    torch: str
+    triton: str
+    gpu: str
+    device: str
+    seed: int
+    stand_ins: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case holds."""
+        return all(outcome.ok for outcome in self.outcomes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def judge(result: dict[str, Any], verdict: str) -> Outcome:
+    """A case holds when all bits are equal and exactly one copy per layer is gone (none where upstream has none)."""
+    bits = all(result["equal"].values())
+    if verdict == Verdict.SUPPORTED.value:
+        copies = result["copies_before"] == result["layers"] and result["copies_after"] == 0
+        ok = bits and copies and result["route"] == "views"
+    else:
+        ok = bits and result["copies_before"] == result["copies_after"] == 0 and result["route"] == verdict
+    return Outcome(**result, ok=ok)
+
+
+def run_release(
+    tree: StockTree | None, device: str, seed: int, progress: Callable[[int, int, str], None]
+) -> ReleaseRun:
+    """Run every case of ``tree``, or of the installed SGLang when it is None.
+
+    ``progress`` is called with cases done, cases in all, and the last case's name. Raises :class:`LabError` when the
+    worker stops early or does not support the release.
+    """
+    command = [sys.executable, "-m", "sglang_gdn_zerocopy.lab.worker", device, str(seed)]
+    environment = {SWITCH.name: "1", UNVERIFIED.name: "0"}
+    if tree is not None:
+        command.append(str(tree.folder))
+    if device == "cpu":
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(**environment),
+    ) as worker:
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        try:
+            head: dict[str, Any] = {}
+            outcomes: list[Outcome] = []
+            for line in worker.stdout:
+                message = _message(line)
+                if "error" in message:
+                    raise LabError(message["error"])
+                if "result" in message:
+                    outcomes.append(judge(message["result"], head["verdict"]))
+                    progress(len(outcomes), head["cases"], outcomes[-1].case)
+                elif message:
+                    head = message
+                    progress(0, head["cases"], "")
+            errors = worker.stderr.read()
+        except BaseException:
+            worker.kill()
+            raise
+    if not head or len(outcomes) != head["cases"]:
+        last = errors.strip().splitlines()[-1:] or ["it printed nothing"]
+        name = f"sglang {tree.version}" if tree else "the installed sglang"
+        raise LabError(f"the worker for {name} stopped after {len(outcomes)} cases: {last[0]}")
+    return ReleaseRun(
+        version=head["version"],
+        verdict=head["verdict"],
+        reason=head["reason"],
+        wheel=tree.wheel if tree else "",
+        sha256=tree.sha256 if tree else "",
+        torch=head["torch"],
+        triton=head["triton"],
+        gpu=head["gpu"],
+        device=device,
+        seed=seed,
+        stand_ins=tuple(head["stand_ins"]),
+        outcomes=tuple(outcomes),
+    )
+
+
+def _message(line: str) -> dict[str, Any]:
+    """A worker's JSON line; anything else on its standard output (a library's chatter) is an empty message."""
+    try:
+        message = json.loads(line)
+    except json.JSONDecodeError:
+        return {}
+    return message if isinstance(message, dict) else {}

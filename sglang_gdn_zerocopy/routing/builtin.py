@@ -1,0 +1,25 @@
+"""The built-in policy: an ordinary plugin, asked last."""
+
+from __future__ import annotations
+
+from sglang_gdn_zerocopy.records import CallShape, Consumer, Decision, Protocol, Route
+from sglang_gdn_zerocopy.routing.hookspecs import hookimpl
+
+_NEEDS_ITS_OWN_LAYOUT = {
+    Consumer.FLASHINFER: "FlashInfer bakes in the strides of its first call",
+    Consumer.CUTEDSL: "stock hands the CuTe DSL ring kernel contiguous tensors in every release",
+    Consumer.UNKNOWN: "nobody has tested it with views",
+}
+
+
+@hookimpl(trylast=True)
+def gdn_zerocopy_route(shape: CallShape) -> Decision:
+    """Views for Triton consumers where stock would copy; upstream for all else."""
+    if shape.consumer is not Consumer.TRITON:
+        why = _NEEDS_ITS_OWN_LAYOUT[shape.consumer]
+        return Decision(Route.UPSTREAM, f"overlay inactive: verify={shape.consumer_name}; {why}")
+    if shape.qkv_dim > shape.copy_limit:
+        return Decision(Route.UPSTREAM, f"no copy to remove: qkv_dim {shape.qkv_dim} > {shape.copy_limit}")
+    if shape.tree and shape.protocol is not Protocol.SNAPSHOTS:
+        return Decision(Route.UPSTREAM, f"a draft tree with a {shape.protocol.value}; stock serves chains only")
+    return Decision(Route.VIEWS, f"{shape.consumer_name} reads packed QKV through views, no copy")

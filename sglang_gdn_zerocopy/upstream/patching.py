@@ -1,0 +1,108 @@
+"""Put wrappers on attributes of modules and classes, all or none, and take them off again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import wrapt
+
+_MARKER = "_self_gdn_zerocopy"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``wrapper(wrapped, instance, args, kwargs)`` around attribute ``name`` of ``owner`` (a module or a class)."""
+
+    owner: Any
+    name: str
+    wrapper: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+    @property
+    def label(self) -> str:
+        """For messages: the owner's and the attribute's name."""
+        return f"{self.owner.__name__}.{self.name}"
+
+
+@dataclass(frozen=True)
+class _Applied:
+    patch: Patch
+    raw: Any
+    proxy: Any
+
+
+class Applied:
+    """Patches in force. :meth:`undo` puts the very same raw attributes back."""
+
+    def __init__(self, entries: Sequence[_Applied]) -> None:
+        self._entries = tuple(entries)
+
+    def covered(self) -> tuple[str, ...]:
+        """Labels of patches that others have wrapped or replaced since, each with what stands there now."""
+        return tuple(
+            f"{entry.patch.label} is now {_describe(vars(entry.patch.owner).get(entry.patch.name))}"
+            for entry in self._entries
+            if vars(entry.patch.owner).get(entry.patch.name) is not entry.proxy
+        )
+
+    def lost(self) -> tuple[str, ...]:
+        """Labels of patches that no call reaches any more: replaced, not wrapped."""
+        return tuple(
+            entry.patch.label
+            for entry in self._entries
+            if not any(link is entry.proxy for link in _chain(vars(entry.patch.owner).get(entry.patch.name)))
+        )
+
+    def undo(self) -> tuple[str, ...]:
+        """Put the raw attributes back, all or none.
+
+        When someone covers a patch (see :meth:`covered`) nothing is touched, since what covers it would be lost
+        or would keep calling our wrapper; the labels are returned and the caller switches the wrappers off.
+        """
+        covered = self.covered()
+        if not covered:
+            for entry in reversed(self._entries):
+                setattr(entry.patch.owner, entry.patch.name, entry.raw)
+        return covered
+
+
+def _describe(value: Any) -> str:
+    module = getattr(value, "__module__", None)
+    return f"{module}.{getattr(value, '__qualname__', type(value).__name__)}"
+
+
+def _chain(value: Any) -> list[Any]:
+    """``value`` and what it wraps, outermost first."""
+    links: list[Any] = []
+    while value is not None and len(links) < 100:
+        links.append(value)
+        value = getattr(value, "__wrapped__", None)
+    return links
+
+
+def is_patched(owner: Any, name: str) -> bool:
+    """Whether a wrapper of ours is anywhere in the chain of ``owner``'s own attribute."""
+    return any(getattr(link, _MARKER, False) for link in _chain(vars(owner).get(name)))
+
+
+def apply(patches: Sequence[Patch]) -> Applied:
+    """Put all ``patches`` on, or none: when one fails the others are undone and its exception is raised.
+
+    Each ``owner`` must hold the attribute itself (``vars(owner)``), not inherit it; else ``AttributeError``.
+    """
+    entries: list[_Applied] = []
+    try:
+        for patch in patches:
+            if patch.name not in vars(patch.owner):
+                raise AttributeError(f"{patch.label} does not exist")
+            raw = vars(patch.owner)[patch.name]
+            proxy = wrapt.FunctionWrapper(raw, patch.wrapper)
+            setattr(proxy, _MARKER, True)
+            setattr(patch.owner, patch.name, proxy)
+            entries.append(_Applied(patch, raw, proxy))
+    except Exception:
+        for entry in reversed(entries):
+            setattr(entry.patch.owner, entry.patch.name, entry.raw)
+        raise
+    return Applied(entries)
