@@ -8,6 +8,7 @@ from typing import Any
 
 import wrapt
 
+# wrapt keeps attributes of this prefix on the wrapper itself.
 _MARKER = "_self_gdn_zerocopy"
 
 
@@ -51,7 +52,7 @@ class Applied:
         return tuple(
             entry.patch.label
             for entry in self._entries
-            if not any(link is entry.proxy for link in _chain(vars(entry.patch.owner).get(entry.patch.name)))
+            if entry.patch not in _markers(vars(entry.patch.owner).get(entry.patch.name))
         )
 
     def undo(self) -> tuple[str, ...]:
@@ -72,18 +73,25 @@ def _describe(value: Any) -> str:
     return f"{module}.{getattr(value, '__qualname__', type(value).__name__)}"
 
 
-def _chain(value: Any) -> list[Any]:
-    """``value`` and what it wraps, outermost first."""
-    links: list[Any] = []
-    while value is not None and len(links) < 100:
-        links.append(value)
+def _markers(value: Any) -> list[Patch]:
+    """Our patches in the chain of wrappers that starts with ``value``, outermost first.
+
+    A wrapper fetched through the class is another object than the one that we put there, with the same marker.
+    """
+    found: list[Patch] = []
+    for _ in range(100):
+        marker = getattr(value, _MARKER, None)
+        if marker is not None:
+            found.append(marker)
         value = getattr(value, "__wrapped__", None)
-    return links
+        if value is None:
+            break
+    return found
 
 
 def is_patched(owner: Any, name: str) -> bool:
     """Whether a wrapper of ours is anywhere in the chain of ``owner``'s own attribute."""
-    return any(getattr(link, _MARKER, False) for link in _chain(vars(owner).get(name)))
+    return bool(_markers(vars(owner).get(name)))
 
 
 def apply(patches: Sequence[Patch]) -> Applied:
@@ -98,7 +106,7 @@ def apply(patches: Sequence[Patch]) -> Applied:
                 raise AttributeError(f"{patch.label} does not exist")
             raw = vars(patch.owner)[patch.name]
             proxy = wrapt.FunctionWrapper(raw, patch.wrapper)
-            setattr(proxy, _MARKER, True)
+            setattr(proxy, _MARKER, patch)
             setattr(patch.owner, patch.name, proxy)
             entries.append(_Applied(patch, raw, proxy))
     except Exception:

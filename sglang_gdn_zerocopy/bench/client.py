@@ -1,0 +1,68 @@
+"""The few HTTP questions that `ab` asks a server itself; the load comes from the stock benchmark."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+_TIMEOUT_S = 10.0
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_INTER_TOKEN = re.compile(r"^sglang:inter_token_latency_seconds_(sum|count)(?:\{[^}]*\})?\s+(\S+)", re.MULTILINE)
+
+
+def healthy(base_url: str) -> bool:
+    """Whether ``/health`` answers 200."""
+    return _get(base_url, "/health") is not None
+
+
+def server_version(base_url: str) -> str | None:
+    """The release that the server says it is, None when it says none."""
+    text = _get(base_url, "/server_info")
+    try:
+        answer: Any = json.loads(text or "null")
+    except ValueError:
+        return None
+    version = answer.get("version") if isinstance(answer, dict) else None
+    return version if isinstance(version, str) else None
+
+
+def inter_token_latency(base_url: str) -> tuple[float, float] | None:
+    """Sum in seconds and count of all inter-token latencies since the server's start; None without ``/metrics``
+    (a stock server has it when it was started with ``--enable-metrics``)."""
+    found = _INTER_TOKEN.findall(_get(base_url, "/metrics") or "")
+    if not found:
+        return None
+    totals = {"sum": 0.0, "count": 0.0}
+    for name, value in found:
+        totals[name] += float(value)
+    return totals["sum"], totals["count"]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on ``host:port`` now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # Connections of the last server that linger in TIME_WAIT are no listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def _get(base_url: str, path: str) -> str | None:
+    # A proxy from the environment cannot reach this machine's loopback.
+    local = urlsplit(base_url).hostname in _LOOPBACK
+    handlers = [urllib.request.ProxyHandler({})] if local else []
+    try:
+        with urllib.request.build_opener(*handlers).open(base_url + path, timeout=_TIMEOUT_S) as answer:
+            body: bytes = answer.read()
+            return body.decode(errors="replace") if answer.status == 200 else None
+    except (OSError, HTTPException, urllib.error.URLError):
+        return None

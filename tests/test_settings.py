@@ -1,0 +1,30 @@
+"""The environment variables: one parser, clear errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_gdn_zerocopy import settings
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " on "])
+def test_switch_on(text: str) -> None:
+    assert settings.SWITCH.read({"SGLANG_GDN_ZEROCOPY": text}) is True
+
+
+@pytest.mark.parametrize("environ", [{}, {"SGLANG_GDN_ZEROCOPY": "0"}, {"SGLANG_GDN_ZEROCOPY": ""}])
+def test_switch_off(environ: dict[str, str]) -> None:
+    assert settings.SWITCH.read(environ) is False
+
+
+@pytest.mark.parametrize("text", ["2", "maybe", "enabled", "-1"])
+def test_unknown_value_names_variable_value_and_remedy(text: str) -> None:
+    with pytest.raises(settings.SettingError, match=f"SGLANG_GDN_ZEROCOPY='{text}'.*use 1 or 0"):
+        settings.SWITCH.read({"SGLANG_GDN_ZEROCOPY": text})
+
+
+def test_child_environment_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GDN_TEST", "before")
+    child = settings.child_environment(GDN_TEST="after", GDN_NEW="1")
+    assert (child["GDN_TEST"], child["GDN_NEW"]) == ("after", "1")
+    assert settings.child_environment()["GDN_TEST"] == "before"
