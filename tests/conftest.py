@@ -17,10 +17,10 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("SGLANG_GDN_ZEROCOPY", None)
 
-from sglang_gdn_zerocopy.lab import wheels  # noqa: E402  the variable above comes first
-from sglang_gdn_zerocopy.lab.harness import Harness  # noqa: E402
-from sglang_gdn_zerocopy.lab.loader import mount  # noqa: E402
-from sglang_gdn_zerocopy.settings import CACHE  # noqa: E402
+from sglang_gdn_zerocopy.lab import wheels
+from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.lab.loader import mount
+from sglang_gdn_zerocopy.settings import CACHE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Has all that a release with a copy can have, and is what the H200 figures are about.

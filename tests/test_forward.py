@@ -216,17 +216,17 @@ def test_an_error_of_stock_is_stocks_and_leaves_no_plan_behind(
     world = world_of(CHAIN)
     backend, batch = harness.backend(world), harness.forward_batch(world)
 
-    class Mine(Exception):
+    class StockError(Exception):
         pass
 
     calls = []
 
     def fail(**kwargs: Any) -> None:
         calls.append(kwargs)
-        raise Mine
+        raise StockError
 
     backend.kernel_dispatcher.target_verify = fail
-    with pytest.raises(Mine):
+    with pytest.raises(StockError):
         backend.forward_extend(world.layer, batch, world.mixed_qkv, world.a, world.b)
     # State may have been written: stock was not run again, and the next plain copy is a copy.
     assert len(calls) == 1

@@ -80,7 +80,8 @@ def _markers(value: Any) -> list[Patch]:
     """
     found: list[Patch] = []
     for _ in range(100):
-        marker = getattr(value, _MARKER, None)
+        # wrapt 1.x binds a method to a new wrapper that leads to the marked one as its parent.
+        marker = getattr(value, _MARKER, None) or getattr(getattr(value, "_self_parent", None), _MARKER, None)
         if marker is not None:
             found.append(marker)
         value = getattr(value, "__wrapped__", None)
