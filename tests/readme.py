@@ -34,8 +34,8 @@ def settings_table() -> str:
 def render(text: str) -> str:
     """``text`` with every generated part as it should be."""
     for name, content in {"releases": releases_table(), "settings": settings_table()}.items():
-        pattern = rf"(<!-- {name}: generated -->\n).*?(\n<!-- end -->)"
-        text = re.sub(pattern, lambda found, new=content: f"{found[1]}{new}{found[2]}", text, flags=re.DOTALL)
+        pattern = rf"(<!-- {name}: generated -->).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda found, new=content: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL)
     return text
 
 
