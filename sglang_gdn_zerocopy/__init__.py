@@ -10,9 +10,12 @@ upstream's own code running untouched. Importing this package loads none of torc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_gdn_zerocopy.activation import activate, deactivate, status
+
+if TYPE_CHECKING:
+    from sglang_gdn_zerocopy.routing.hookspecs import hookimpl
 
 __all__ = ["activate", "deactivate", "hookimpl", "status"]
 

@@ -34,8 +34,9 @@ def settings_table() -> str:
 def render(text: str) -> str:
     """``text`` with every generated part as it should be."""
     for name, content in {"releases": releases_table(), "settings": settings_table()}.items():
-        pattern = rf"(<!-- {name}: generated -->).*?(<!-- end -->)"
-        text = re.sub(pattern, lambda found, new=content: f"{found[1]}\n{new}\n{found[2]}", text, flags=re.DOTALL)
+        pattern = rf"(<!-- {name}: generated -->.*?<!-- end -->)"
+        before, _, after = re.split(pattern, text, maxsplit=1, flags=re.DOTALL)
+        text = f"{before}<!-- {name}: generated -->\n{content}\n<!-- end -->{after}"
     return text
 
 

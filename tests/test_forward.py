@@ -275,8 +275,7 @@ def test_no_tracer_sees_us(harness: Harness, switched_on: None, monkeypatch: pyt
 def test_wrong_views_are_found(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison itself can fail: swapped query and key give other bits, in the output at least."""
     from sglang_gdn_zerocopy import forward
-
-    real = forward.packed_views
+    from sglang_gdn_zerocopy.kernels.packed_views import packed_views as real
 
     def swapped(*args: Any) -> Any:
         query, key, value = real(*args)

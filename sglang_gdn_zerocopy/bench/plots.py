@@ -68,11 +68,12 @@ def paired_dots(row: ShapeResult) -> str:
 def interval_bars(rows: Sequence[ShapeResult]) -> str:
     """All shapes: the 95 % interval of the change as a bar around the paired estimate, each pair's change as a tick.
 
-    Shapes without an interval show their pairs only. Raises ``ValueError`` when no shape has a pair.
+    Shapes without an interval show their pairs only, shapes that may not be compared are left out. Raises
+    ``ValueError`` when none is left.
     """
-    shown = [row for row in rows if row.pairs]
+    shown = [row for row in rows if row.pairs and row.comparable]
     if not shown:
-        raise ValueError("no shape has a pair to draw")
+        raise ValueError("no shape has a change to draw")
     return _drawn(
         lambda figure: _draw_intervals(figure, shown),
         (6.6, 0.75 + 0.34 * len(shown)),
@@ -141,7 +142,7 @@ def _drawn(draw: Any, size: tuple[float, float], name: str, label: str) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
-        figure.savefig(target, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(target, format="svg", transparent=True)
     return _inline(target.getvalue(), name, label)
 
 

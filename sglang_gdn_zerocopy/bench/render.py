@@ -144,21 +144,23 @@ def _signed(value: float | None) -> str:
 
 
 def _throughput_row(row: ShapeResult) -> tuple[str, ...]:
-    interval = row.interval
+    interval = row.interval if row.comparable else None
     bounds = "-" if interval is None else f"{interval.low:+.3f}, {interval.high:+.3f}"
     off, on = (f"{arm.output_throughput:,.3f}" if arm else "-" for arm in (row.off, row.on))
-    return row.shape.label, off, on, _signed(row.change), bounds, row.finding.value
+    change = _signed(row.change if row.comparable else None)
+    return row.shape.label, off, on, change, bounds, row.finding.value
 
 
 def _pairs_row(row: ShapeResult, pairs: Sequence[int]) -> tuple[str, ...]:
-    changes = {pair.pair: pair.change for pair in row.pairs}
+    changes = {pair.pair: pair.change for pair in row.pairs} if row.comparable else {}
     detectable = "-" if row.interval is None else f"{row.interval.detectable:.3f}"
     return row.shape.label, *(_signed(changes.get(pair)) for pair in pairs), detectable, row.reason
 
 
 def _latency_row(row: ShapeResult) -> tuple[str, ...]:
     off, on = (f"{arm.latency_s:.4f}" if arm else "-" for arm in (row.off, row.on))
-    return row.shape.label, off, on, _signed(row.latency_change), _accepted(row.off), _accepted(row.on)
+    change = _signed(row.latency_change if row.comparable else None)
+    return row.shape.label, off, on, change, _accepted(row.off), _accepted(row.on)
 
 
 def _accepted(arm: ArmSummary | None) -> str:
@@ -179,7 +181,10 @@ def _accuracy_row(result: Accuracy) -> tuple[str, ...]:
 
 
 def as_object(report: Report, traces: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The report as plain JSON data. ``headline`` is null exactly when ``reason`` says why."""
+    """The report as plain JSON data. ``headline`` is null exactly when ``reason`` says why.
+
+    Changes are null for a shape that may not be compared; its medians and repeats are there all the same.
+    """
     return {
         "schema": 1,
         "headline": report.headline,
@@ -195,14 +200,19 @@ def as_object(report: Report, traces: Mapping[str, Any] | None) -> dict[str, Any
 
 
 def _shape_object(row: ShapeResult) -> dict[str, Any]:
+    def if_comparable(value: Any) -> Any:
+        return value if row.comparable else None
+
     return {
         "shape": row.shape.label,
         "off": row.off and row.off._asdict(),
         "on": row.on and row.on._asdict(),
-        "change_percent": row.change,
-        "latency_change_percent": row.latency_change,
-        "interval_percent": row.interval and row.interval._asdict(),
-        "pairs": [{"pair": p.pair, "change_percent": p.change, "off": p.off, "on": p.on} for p in row.pairs],
+        "change_percent": if_comparable(row.change),
+        "latency_change_percent": if_comparable(row.latency_change),
+        "interval_percent": if_comparable(row.interval and row.interval._asdict()),
+        "pairs": [
+            {"pair": p.pair, "change_percent": if_comparable(p.change), "off": p.off, "on": p.on} for p in row.pairs
+        ],
         "verdict": row.finding.value,
         "reason": row.reason,
     }
@@ -324,7 +334,7 @@ h2 { font-size: 1.05rem; margin: 2.25rem 0 0.6rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 0.4rem 0.9rem 0.4rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
+  vertical-align: top; overflow-wrap: break-word; }
 th { color: var(--muted); font-weight: 500; overflow-wrap: normal; }
 th.n, td.n { text-align: right; white-space: nowrap; }
 .n + :not(.n) { padding-left: 1rem; }
@@ -336,7 +346,8 @@ figure { margin: 0; background: var(--card); border: 1px solid var(--line); bord
 figure svg { display: block; width: 100%; height: auto; }
 figure svg text { font-family: inherit !important; }
 figcaption { color: var(--muted); font-size: 0.88rem; margin-top: 0.6rem; }
-.dots { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: 1rem; }
+.dots svg { max-width: 16rem; }
+.dots { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 1rem; }
 section > p, section > ul { color: var(--muted); font-size: 0.92rem; }
 section.verdict > p, section.verdict > ul { color: var(--ink); }
 """

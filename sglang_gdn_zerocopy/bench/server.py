@@ -57,7 +57,8 @@ def start(
 ) -> Server:
     """Start a server with the overlay's switch set for ``arm`` and wait until it is healthy.
 
-    Raises ``RunFailed`` as soon as the process exits, or after ``startup_timeout_s`` seconds.
+    Raises ``RunFailed`` as soon as the process exits, or after ``startup_timeout_s`` seconds; the supervisor ends
+    what still runs then.
     """
     # The switch is set in both arms: the user's shell may have it on.
     env = child_environment(**{SWITCH.name: "1" if arm == "on" else "0", "PYTHONUNBUFFERED": "1"})
@@ -70,7 +71,6 @@ def start(
             server.check("its start")
             return server
         if time.monotonic() > deadline:
-            supervisor.stop(group)
             raise RunFailed(
                 f"the server was not healthy after {startup_timeout_s:g} s (--startup-timeout); last lines of {log}:\n"
                 f"{tail(log)}"

@@ -118,6 +118,11 @@ class ShapeResult:
     finding: Finding
     reason: str
 
+    @property
+    def comparable(self) -> bool:
+        """Whether the arms may be set against each other; if not, renderers show their medians but no change."""
+        return self.finding not in (Finding.NOT_COMPARABLE, Finding.NOTHING_TO_COMPARE)
+
 
 class Said(NamedTuple):
     """One statement of the overlay in the servers' logs of an arm, and how many phases carry it."""
@@ -180,6 +185,8 @@ def judge(
 
 def _overruled(row: ShapeResult, finding: Finding) -> ShapeResult:
     """``row`` where the run as a whole forbids a verdict on it."""
+    if row.finding is finding:
+        return row
     return replace(row, finding=finding, reason="the run as a whole gives no verdict")
 
 

@@ -192,7 +192,7 @@ def _documents(args: argparse.Namespace, report: Report, traces: dict[str, Any] 
     if into["html"]:
         _need("matplotlib", "report")
         drawn = [row for row in report.shapes if row.pairs]
-        intervals = plots.interval_bars(drawn) if drawn else ""
+        intervals = plots.interval_bars(drawn) if any(row.comparable for row in drawn) else ""
         dots = [plots.paired_dots(row) for row in drawn]
         documents[into["html"]] = render.to_html(report, traces, intervals, dots)
     if into["json"]:

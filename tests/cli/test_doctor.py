@@ -16,6 +16,7 @@ from sglang_gdn_zerocopy.cli import doctor
 from sglang_gdn_zerocopy.cli.doctor import State
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.cli.model_config import read_model
+from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE
 
 DENSE = {
     "num_hidden_layers": 32,
@@ -271,7 +272,7 @@ def test_in_process_names_who_replaced_us(
         "def load_plugins():\n"
         "    import importlib, functools, sglang_gdn_zerocopy\n"
         "    sglang_gdn_zerocopy.activate()\n"
-        f"    module = importlib.import_module({doctor.BACKEND_MODULE!r})\n"
+        f"    module = importlib.import_module({BACKEND_MODULE!r})\n"
         "    module.GDNAttnBackend.forward_extend = lambda self, *args, **kwargs: None\n"
         "    copy = module.fused_qkv_split_gdn_prefill\n"
         "    module.fused_qkv_split_gdn_prefill = functools.wraps(copy)(lambda *args: copy(*args))\n"
