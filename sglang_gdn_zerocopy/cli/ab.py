@@ -83,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--trace", action="store_true", help="profile each arm once, after its last timed shapes")
     parser.add_argument(
-        "--trace-steps", type=_positive, default=3, help="forward passes in a profile (default: %(default)s)"
+        "--trace-steps", type=_positive, default=30, help="forward passes in a profile (default: %(default)s)"
     )
     own = parser.add_argument_group("a server that you started")
     own.add_argument("--base-url", help="measure the next phase on this server instead of starting one")

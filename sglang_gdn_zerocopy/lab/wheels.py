@@ -51,12 +51,22 @@ def fetch(version: str, cache: Path) -> StockTree:
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
                 unpacked = _unpack(_download(version, Path(scratch)), Path(scratch) / "tree")
-                shutil.rmtree(folder, ignore_errors=True)
-                os.replace(unpacked, folder)
+                _put(unpacked, folder)
         except OSError as error:
             raise LabError(f"cannot keep the wheel of sglang {version} in {cache}: {error}; use --cache DIR") from None
     manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
     return StockTree(version, folder, manifest["wheel"], manifest["sha256"])
+
+
+def _put(unpacked: Path, folder: Path) -> None:
+    """Move ``unpacked`` to ``folder``, unless another process has put a complete one there meanwhile."""
+    if not (folder / _MANIFEST).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        os.replace(unpacked, folder)
+    except OSError:
+        if not (folder / _MANIFEST).is_file():
+            raise
 
 
 def _download(version: str, target: Path) -> Path:
