@@ -146,8 +146,10 @@ class Mounted:
 def mount(folder: Path) -> Mounted:
     """Make the release unpacked in ``folder`` (which holds ``sglang`` and its dist-info) importable here.
 
-    Raises ``RuntimeError`` when this process has already imported a ``sglang``.
+    Raises ``RuntimeError`` when there is no such package, or when this process has already imported a ``sglang``.
     """
+    if not (folder / "sglang").is_dir():
+        raise RuntimeError(f"{folder} holds no sglang package")
     if "sglang" in sys.modules:
         raise RuntimeError("this process has imported a sglang already; mount a release in a fresh one")
     return Mounted(folder)
