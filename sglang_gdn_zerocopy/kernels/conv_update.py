@@ -372,7 +372,9 @@ def conv_update(
     num_requests = slots.shape[0]
     _require(2 <= width <= 4, f"conv width {width} is not 2 to 4")
     _require(dim % _QUAD == 0, f"{dim} channels are no multiple of {_QUAD}")
-    _require(rows == num_requests * draft_tokens, f"{rows} rows are not {num_requests} requests x {draft_tokens} tokens")
+    _require(
+        rows == num_requests * draft_tokens, f"{rows} rows are not {num_requests} requests x {draft_tokens} tokens"
+    )
     _require(x.shape[0] == rows and x.shape[1] >= dim and x.stride(1) == 1, "x has no dense row for each token")
     _require(x.dtype == packed.dtype and x.dtype == windows.dtype, "x, packed QKV and conv windows differ in dtype")
     _require(x.dtype.is_floating_point and x.dtype.itemsize in (2, 4), f"activations are {x.dtype}")
@@ -496,9 +498,7 @@ def conv_update_ref(
         conv_state[slot] = sequence[draft_tokens:].T
 
 
-def _unpack_ref(
-    x: torch.Tensor, unpack: Unpack
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _unpack_ref(x: torch.Tensor, unpack: Unpack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed QKV, z, b and a of a projection."""
     rows = x.shape[0]
     num_v_heads, head_v_dim = unpack.z.shape[1:]

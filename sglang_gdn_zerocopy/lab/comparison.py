@@ -26,7 +26,8 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case on one release. ``equal``: result -> whether its bits are the same in both runs."""
+    """One case on one release. ``launches``: unpack, conv and copy together, in all layers. ``equal``: result ->
+    whether its bits are the same in both runs."""
 
     case: str
     protocol: str
@@ -34,6 +35,8 @@ class CaseResult:
     layers: int
     copies_before: int
     copies_after: int
+    launches_before: int
+    launches_after: int
     equal: dict[str, bool]
 
     @property
@@ -72,23 +75,34 @@ def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
     The environment must switch the overlay on; it is activated for the second run and deactivated again.
     """
     equal: dict[str, bool] = {}
-    copies = {False: 0, True: 0}
+    copies, launches = {False: 0, True: 0}, {False: 0, True: 0}
     routes: set[str] = set()
     for layer in range(case.layers):
         runs: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
         for on in (False, True):
             world = build_world(case, seed + layer, device, harness.low_parts)
-            before, counts = harness.copies, _route_counts()
+            before, counts = (harness.copies, harness.launches), _route_counts()
             with poisoned_memory():
                 output, state = _verify(harness, world, on)
-            copies[on] += harness.copies - before
+            copies[on] += harness.copies - before[0]
+            launches[on] += harness.launches - before[1]
             if on:
                 routes |= (_route_counts() - counts).keys() if state == "installed" else {state}
             runs.append((output, world.tensors))
         for column, same in _compare_runs(*runs).items():
             equal[column] = equal.get(column, True) and same
     route = " and ".join(sorted(routes)) or "no verify call seen"
-    return CaseResult(case.name, case.protocol.value, route, case.layers, copies[False], copies[True], equal)
+    return CaseResult(
+        case=case.name,
+        protocol=case.protocol.value,
+        route=route,
+        layers=case.layers,
+        copies_before=copies[False],
+        copies_after=copies[True],
+        launches_before=launches[False],
+        launches_after=launches[True],
+        equal=equal,
+    )
 
 
 def _verify(harness: Harness, world: World, on: bool) -> tuple[torch.Tensor, str]:
