@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from sglang_gdn_zerocopy.lab.world import POOL_REQUESTS, World
-from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy import self_test
 from sglang_gdn_zerocopy.kernels import conv_update
+from sglang_gdn_zerocopy.lab.world import POOL_REQUESTS, World
+from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
     BACKEND_MODULE,

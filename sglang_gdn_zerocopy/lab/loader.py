@@ -81,6 +81,12 @@ def _no(self: object = None) -> bool:
     return False
 
 
+def _has_pdl() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
 class SpeculativeState:
     """Stands in for ``MambaPool.SpeculativeState``: a layer's buffers by name."""
 
@@ -103,7 +109,8 @@ def _known_stand_ins() -> dict[str, Any]:
         "is_npu": _no,
         "is_xpu": _no,
         "is_musa": _no,
-        "is_arch_support_pdl": _no,
+        # As stock answers it: compute capability 9.0 and up.
+        "is_arch_support_pdl": _no if not torch.cuda.is_available() else _has_pdl,
         "torch_release": release,
         "get_eager_max_batch_size": lambda *args: 0,
         "MambaPool": _MambaPool,
