@@ -198,9 +198,6 @@ def _conv_update_kernel(
     PDL: tl.constexpr,
     QUADS: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     i_request = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1)
     CONV_BLOCKS: tl.constexpr = (D // 4 + QUADS - 1) // QUADS
@@ -209,21 +206,31 @@ def _conv_update_kernel(
 
     if i_block < CONV_BLOCKS:
         o_quad = i_block * QUADS + tl.arange(0, QUADS)
+        in_dim = o_quad < D // 4
+        # No kernel of a forward pass writes the weights, so they may be read before the one in front has ended.
+        weight = ()
+        for i in tl.static_range(W):
+            weight = weight + _load4(p_weight, o_quad * W + i, in_dim, PARAM_PACKED)
+        if HAS_BIAS:
+            bias = _load4(p_bias, o_quad, in_dim, PARAM_PACKED)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+        # Only the state has to wait for the slot; the tokens are on their way meanwhile.
         slot = tl.load(p_slots + i_request * slots_stride).to(tl.int64)
         window_row = tl.load(p_window_rows + i_request * window_rows_stride).to(tl.int64)
+        o_x = _projection_word(o_quad, H, K, GROUP_V, INTERLEAVED)
+        tokens = ()
+        for i in tl.static_range(T):
+            tokens = tokens + _load4(p_x + i * x_stride, o_x, in_dim, X_PACKED)
         p_state += slot * state_stride
         p_windows += window_row * windows_stride
         # A padded row has no slot: it is read and written nowhere.
-        mask = (o_quad < D // 4) & (slot >= 0)
-
-        weight = ()
-        for i in tl.static_range(W):
-            weight = weight + _load4(p_weight, o_quad * W + i, mask, PARAM_PACKED)
+        mask = in_dim & (slot >= 0)
         state = ()
         for i in tl.static_range(W - 1):
             state = state + _load4(p_state, o_quad * (W - 1) + i, mask, STATE_PACKED)
-        if HAS_BIAS:
-            bias = _load4(p_bias, o_quad, mask, PARAM_PACKED)
 
         # The inputs of each channel, oldest first: W - 1 cells of state, then T draft tokens. Cell i of channel c
         # of the quad is sequence[4 * i + c].
@@ -231,9 +238,7 @@ def _conv_update_kernel(
         for i in tl.static_range(W - 1):
             for c in tl.static_range(4):
                 sequence = sequence + (state[c * (W - 1) + i],)
-        o_x = _projection_word(o_quad, H, K, GROUP_V, INTERLEAVED)
-        for i in tl.static_range(T):
-            sequence = sequence + _load4(p_x + i * x_stride, o_x, mask, X_PACKED)
+        sequence = sequence + tokens
 
         p_packed += i_request * T * D
         for t in tl.static_range(T):
@@ -267,6 +272,9 @@ def _conv_update_kernel(
         # One program holds the channel, and its old state was read above.
         _store_quad(p_state, o_quad, _window(sequence, T, W - 1), mask, W - 1, STATE_PACKED)
     elif UNPACK:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         o_z = (i_block - CONV_BLOCKS) * QUADS + tl.arange(0, QUADS)
         in_z = o_z < HV * V // 4
         if INTERLEAVED:
@@ -275,9 +283,10 @@ def _conv_update_kernel(
         else:
             o_source = D // 4 + o_z
         p_z += i_request * T * HV * V
+        # All loads before the first store: the compiler keeps their order, since pointers may alias.
+        z = ()
         for t in tl.static_range(T):
-            z = _load4(p_x + t * x_stride, o_source, in_z, X_PACKED)
-            _store4(p_z + t * HV * V, o_z, z[0], z[1], z[2], z[3], in_z, OUT_PACKED)
+            z = z + _load4(p_x + t * x_stride, o_source, in_z, X_PACKED)
         if i_block == CONV_BLOCKS:
             o_head = tl.arange(0, NP2_HV)
             in_heads = o_head < HV
@@ -289,10 +298,16 @@ def _conv_update_kernel(
                 o_b = o_head
                 o_a = HV + o_head
             p_ba += i_request * T * ba_stride
-            o_row = i_request * T * HV
+            gates = ()
             for t in tl.static_range(T):
-                tl.store(p_b + o_row + t * HV + o_head, tl.load(p_ba + t * ba_stride + o_b, in_heads), in_heads)
-                tl.store(p_a + o_row + t * HV + o_head, tl.load(p_ba + t * ba_stride + o_a, in_heads), in_heads)
+                gates = gates + (tl.load(p_ba + t * ba_stride + o_b, in_heads),)
+                gates = gates + (tl.load(p_ba + t * ba_stride + o_a, in_heads),)
+            o_row = i_request * T * HV + o_head
+            for t in tl.static_range(T):
+                tl.store(p_b + o_row + t * HV, gates[2 * t], in_heads)
+                tl.store(p_a + o_row + t * HV, gates[2 * t + 1], in_heads)
+        for t in tl.static_range(T):
+            _store4(p_z + t * HV * V, o_z, z[4 * t], z[4 * t + 1], z[4 * t + 2], z[4 * t + 3], in_z, OUT_PACKED)
 
 
 # (largest number of requests, tile): the first row that holds the batch is used; the last one serves all else.
