@@ -108,7 +108,8 @@ class Verdict(str, Enum):
 @dataclass(frozen=True)
 class ProbeReport:
     """What the probe found. ``reason`` is a sentence that names the offending value; ``differs`` the definitions
-    whose body is not the release's own; ``kernels_off`` says why the bundled kernels may not be used, empty when they may."""
+    whose body is not the release's own; ``kernels_off`` says why the bundled kernels may not be used, empty when they
+    may."""
 
     verdict: Verdict
     reason: str

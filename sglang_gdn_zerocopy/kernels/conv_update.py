@@ -244,10 +244,7 @@ def _conv_update_kernel(
         for t in tl.static_range(T):
             out = ()
             for c in tl.static_range(4):
-                if HAS_BIAS:
-                    acc = bias[c].to(tl.float32)
-                else:
-                    acc = tl.zeros((QUADS,), dtype=tl.float32)
+                acc = bias[c].to(tl.float32) if HAS_BIAS else tl.zeros((QUADS,), dtype=tl.float32)
                 for i in tl.static_range(W):
                     # Oldest tap first; the product is rounded to the operands' type before the sum.
                     acc += sequence[(t + i) * 4 + c] * weight[c * W + i]
@@ -522,7 +519,7 @@ def _unpack_ref(x: torch.Tensor, unpack: Unpack) -> tuple[torch.Tensor, torch.Te
         z = x[:, 2 * key + value :].view(rows, num_v_heads, head_v_dim)
         return x[:, : 2 * key + value], z, unpack.ba[:, :num_v_heads], unpack.ba[:, num_v_heads:]
     widths = [unpack.head_k_dim] * 2 + [value // unpack.num_k_heads] * 2
-    q, k, v, z = x.unflatten(1, (unpack.num_k_heads, sum(widths))).split(widths, dim=2)
-    b, a = unpack.ba.unflatten(1, (unpack.num_k_heads, -1)).chunk(2, dim=2)
+    q, k, v, z = x.view(rows, unpack.num_k_heads, sum(widths)).split(widths, dim=2)
+    b, a = unpack.ba.view(rows, unpack.num_k_heads, -1).chunk(2, dim=2)
     packed = torch.cat([part.flatten(1) for part in (q, k, v)], dim=1)
     return packed, z.flatten(1).view(rows, num_v_heads, head_v_dim), b.flatten(1), a.flatten(1)

@@ -64,7 +64,7 @@ def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvCall
         raise ValueError(f"stock's conv was called with {', '.join(sorted(strange)) or 'more arguments'}")
     if any(known.get(name) is not None for name in CONV_KEYWORDS if name.startswith("retrieve_")):
         raise ValueError("stock's conv was called for a draft tree")
-    tensors = [known.get(name) for name in ("x", "weight", "conv_state", *_CONV_INDICES)]
+    tensors: list[Any] = [known.get(name) for name in ("x", "weight", "conv_state", *_CONV_INDICES)]
     x, weight, conv_state, slots, windows, window_rows = tensors
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or x.dim() != 3:
         raise ValueError("stock's conv was called without one of its tensors")
@@ -125,8 +125,7 @@ def _own_functions(module_name: str, class_name: str, names: tuple[str, ...]) ->
     kind = getattr(module, class_name)
     functions = {name: vars(kind).get(name) for name in names}
     for function in functions.values():
-        code = getattr(function, "__code__", None)
-        if not isinstance(function, FunctionType) or code.co_filename != module.__file__:
+        if not isinstance(function, FunctionType) or function.__code__.co_filename != module.__file__:
             return kind, {}
     return kind, functions
 

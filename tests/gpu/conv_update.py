@@ -3,9 +3,9 @@
     python -m tests.gpu.conv_update equality SOURCES [--releases 0.5.17 0.5.20 0.5.23] [--jobs 12] [--repeats 10000]
     python -m tests.gpu.conv_update timing SOURCES [--release 0.5.17] [--out FILE]
 
-SOURCES is a wheel cache as `check` keeps it; a release that is not there is fetched over pip. Equality compares bits in bfloat16 and exits 1
-on a difference; timing prints microseconds per layer, in a CUDA graph of 24 layers with buffers of their own, stock and
-bundled interleaved in one run.
+SOURCES is a wheel cache as `check` keeps it; a release that is not there is fetched over pip. Equality compares bits in
+bfloat16 and exits 1 on a difference. Timing prints microseconds per layer, in a CUDA graph of 24 layers with buffers of
+their own, stock and bundled interleaved in one run.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from packaging.version import Version
 
 LAYERS = 24
 REPLAYS = 30
@@ -114,13 +116,22 @@ class Chains:
 
         harness = Harness()
         self.strided_unpack = harness.strided_unpack
+        # Before 0.5.18 stock's unpack kernels take powers of two only.
+        self._any_ratio = Version(release) >= Version("0.5.18")
         self._conv = getattr(harness.module, CONV_FUNCTION)
         self._unpack = {site.interleaved: getattr(sys.modules[site.module], site.unpack_function) for site in MODELS}
 
     def stock(self, variant: Variant, b: Buffers) -> dict[str, Any]:
         """Stock's two launches; results by name."""
         H, HV = variant.num_k_heads, variant.num_v_heads
-        mixed, z, gate_b, gate_a = self._unpack[variant.interleaved](b.x, b.ba, H, HV, 128, 128)
+        if (HV % H == 0 and (HV // H).bit_count() == 1) or self._any_ratio:
+            mixed, z, gate_b, gate_a = self._unpack[variant.interleaved](b.x, b.ba, H, HV, 128, 128)
+        else:
+            # As stock's model does it there: split and concatenate.
+            dim = (2 * H + HV) * 128
+            mixed = b.x[:, :dim].contiguous()
+            z = b.x[:, dim:].view(-1, HV, 128)
+            gate_b, gate_a = b.ba[:, :HV].contiguous(), b.ba[:, HV:].contiguous()
         out = self._conv(
             mixed.view(-1, variant.draft_tokens, mixed.shape[1]).transpose(1, 2),
             b.state,
@@ -259,11 +270,11 @@ def equality(args: argparse.Namespace) -> int:
     return int(total > 0)
 
 
-def graph_of(calls: list[Callable[[], Any]]) -> Any:
+def graph_of(calls: Sequence[Callable[[], Any]]) -> Any:
     """A CUDA graph of ``calls``, one per layer."""
     import torch
 
-    stream = torch.cuda.Stream()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types there
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -283,7 +294,7 @@ def time_graphs(graphs: dict[str, Any]) -> dict[str, tuple[float, float, float]]
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for turn in range(REPLAYS + 3):
         for name, graph in graphs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             graph.replay()
             end.record()

@@ -69,7 +69,7 @@ def inputs_of(shape: Shape, seed: int) -> dict[str, Any]:
         "weight": normal(dim, shape.width),
         "bias": normal(dim) if shape.bias else None,
         "silu": shape.silu,
-        "conv_state": normal(4, dim * taps + shape.slot_padding)[:, : dim * taps].unflatten(1, (dim, taps)),
+        "conv_state": normal(4, dim * taps + shape.slot_padding)[:, : dim * taps].view(4, dim, taps),
         "slots": torch.tensor(shape.slots, dtype=torch.int32),
         "windows": windows,
         "window_rows": torch.tensor([3, 1, 0, 2][: len(shape.slots)], dtype=torch.int32),
