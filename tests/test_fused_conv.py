@@ -13,7 +13,7 @@ import torch
 
 import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import forward, self_test
-from sglang_gdn_zerocopy.kernels.conv_update import Tile
+from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.comparison import same_bits
 from sglang_gdn_zerocopy.lab.harness import Harness
@@ -83,7 +83,7 @@ def test_a_backend_called_with_packed_qkv(harness: Harness) -> None:
 @pytest.fixture(params=["windows", "conv state", "packed", "z", "b", "a"])
 def one_result_wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A kernel that writes all but one result right."""
-    real = self_test.conv_update
+    real = conv_update
 
     def wrong(*args: Any, **kwargs: Any) -> None:
         real(*args, **kwargs)
