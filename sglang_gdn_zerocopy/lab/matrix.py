@@ -9,22 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.records import Verdict
 from sglang_gdn_zerocopy.settings import SWITCH, UNVERIFIED, child_environment
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One case of one release, judged. ``verdict``: what the overlay is on this release."""
+class Outcome(CaseResult):
+    """A case's result, judged."""
 
-    case: str
-    protocol: str
-    route: str
-    layers: int
-    copies_before: int
-    copies_after: int
-    equal: dict[str, bool]
     ok: bool
 
 
@@ -57,12 +51,12 @@ class ReleaseRun:
 
 def judge(result: dict[str, Any], verdict: str) -> Outcome:
     """A case holds when all bits are equal and exactly one copy per layer is gone (none where upstream has none)."""
-    bits = all(result["equal"].values())
+    found = CaseResult(**result)
     if verdict == Verdict.SUPPORTED.value:
-        copies = result["copies_before"] == result["layers"] and result["copies_after"] == 0
-        ok = bits and copies and result["route"] == "views"
+        copies, route = found.copies_before == found.layers and found.copies_after == 0, "views"
     else:
-        ok = bits and result["copies_before"] == result["copies_after"] == 0 and result["route"] == verdict
+        copies, route = found.copies_before == found.copies_after == 0, verdict
+    ok = found.bits_equal and copies and found.route == route
     return Outcome(**result, ok=ok)
 
 
