@@ -8,7 +8,7 @@ import socket
 import urllib.error
 import urllib.request
 from http.client import HTTPException
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 10.0
@@ -21,15 +21,23 @@ def healthy(base_url: str) -> bool:
     return _get(base_url, "/health") is not None
 
 
-def server_version(base_url: str) -> str | None:
-    """The release that the server says it is, None when it says none."""
+class Facts(NamedTuple):
+    """What a server says about itself; None where it says nothing."""
+
+    version: str | None
+    decode_log_interval: int | None
+
+
+def server_facts(base_url: str) -> Facts:
+    """The server's release, and after how many decode passes it states its figures."""
     text = _get(base_url, "/server_info")
     try:
         answer: Any = json.loads(text or "null")
     except ValueError:
-        return None
-    version = answer.get("version") if isinstance(answer, dict) else None
-    return version if isinstance(version, str) else None
+        answer = None
+    said = answer if isinstance(answer, dict) else {}
+    version, interval = said.get("version"), said.get("decode_log_interval")
+    return Facts(version if isinstance(version, str) else None, interval if isinstance(interval, int) else None)
 
 
 def inter_token_latency(base_url: str) -> tuple[float, float] | None:

@@ -31,8 +31,8 @@ METHOD = (
     f"smallest true change that a run of this size and spread would find in {POWER:.0%} of all cases. A run is "
     f"called unstable when repeats of a phase vary by more than {MAX_VARIATION:.0%}, only rise or only fall by more "
     f"than {MAX_TREND:.0%}, or when the first repeats of all phases are off by more than {MAX_RAMP:.0%}; at least "
-    f"{MIN_REPEATS} repeats are needed for an interval. Acceptance length counts tokens per verify pass since the "
-    "server's start."
+    f"{MIN_REPEATS} repeats are needed for an interval. Acceptance length is the server's own mean of "
+    "tokens per verify pass in each run, over whole intervals of its --decode-log-interval."
 )
 
 

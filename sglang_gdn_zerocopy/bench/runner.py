@@ -224,5 +224,5 @@ def _newest_profile(store: Store, arm: str) -> Path:
 
 
 def _summary(row: Row) -> str:
-    acceptance = "none" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    acceptance = "not stated" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
     return f"{row.output_throughput:.2f} tok/s, {row.latency_s:.3f} s, acceptance {acceptance}"

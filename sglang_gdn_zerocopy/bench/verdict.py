@@ -15,6 +15,7 @@ from enum import Enum
 from math import log
 from typing import NamedTuple
 
+from sglang_gdn_zerocopy.bench.acceptance import silence
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Environment, Measurement, Shape
 from sglang_gdn_zerocopy.bench.statistics import (
     MIN_REPEATS,
@@ -93,20 +94,9 @@ class PairChange(NamedTuple):
     change: float
 
 
-class Interval(NamedTuple):
-    """The paired estimate in percent; see :class:`~sglang_gdn_zerocopy.bench.statistics.Estimate`."""
-
-    change: float
-    low: float
-    high: float
-    detectable: float
-    unit: str
-    degrees: int
-
-
 @dataclass(frozen=True)
 class ShapeResult:
-    """One row of the report. Changes in percent of the off-arm's median; None where an arm is missing."""
+    """One row of the report. Changes and interval in percent of the off-arm; None where an arm is missing."""
 
     shape: Shape
     off: ArmSummary | None
@@ -114,7 +104,7 @@ class ShapeResult:
     change: float | None
     latency_change: float | None
     pairs: tuple[PairChange, ...]
-    interval: Interval | None
+    interval: Estimate | None
     finding: Finding
     reason: str
 
@@ -317,7 +307,7 @@ def _shape_result(rows: Sequence[Measurement], tolerance: float) -> ShapeResult:
         change=change,
         latency_change=latency_change,
         pairs=pairs,
-        interval=_in_percent(estimate),
+        interval=estimate.in_percent() if estimate else None,
         finding=finding,
         reason=reason,
     )
@@ -347,13 +337,6 @@ def _paired(rows: Sequence[Measurement]) -> tuple[tuple[PairChange, ...], Estima
             pairs.append(PairChange(pair, a, b, percent(log(statistics.median(b) / statistics.median(a)))))
             ratios.append(log_ratios(a, b))
     return tuple(pairs), paired_estimate(ratios)
-
-
-def _in_percent(estimate: Estimate | None) -> Interval | None:
-    if estimate is None:
-        return None
-    changes = (percent(estimate.change), percent(estimate.low), percent(estimate.high))
-    return Interval(*changes, percent(estimate.detectable), estimate.unit, estimate.degrees)
 
 
 def _finding(
@@ -388,8 +371,13 @@ def _acceptance(rows: Sequence[Measurement], tolerance: float) -> tuple[float, s
         key: [m.acceptance_length for m in cell if m.acceptance_length is not None]
         for key, cell in _cells(rows).items()
     }
-    if not all(values.values()):
-        return 0.0, "a server gave no acceptance length; was speculative decoding on?"
+    for (pair, arm), cell in _cells(rows).items():
+        silent = len(cell) - len(values[pair, arm])
+        if silent:
+            why = silence(rows[0].shape, rows[0].environment.server_args)
+            return 0.0, (
+                f"no acceptance length in {silent} of {len(cell)} runs of the {arm} phase of pair {pair}: {why}"
+            )
     medians = {key: statistics.median(found) for key, found in values.items()}
     off, on = ([value for (_, arm), value in sorted(medians.items()) if arm == name] for name in ARMS)
     if not off or not on:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 import sglang_gdn_zerocopy as overlay
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.world import World, build_world
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -22,27 +22,6 @@ _COLUMNS = {
     "conv state": ("conv_state",),
     "inputs": ("mixed_qkv", "gates", "next_token", "next_sibling", "parent_token", "query_start_loc", "slots"),
 }
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case on one release. ``launches``: unpack, conv and copy together, in all layers. ``equal``: result ->
-    whether its bits are the same in both runs."""
-
-    case: str
-    protocol: str
-    route: str
-    layers: int
-    copies_before: int
-    copies_after: int
-    launches_before: int
-    launches_after: int
-    equal: dict[str, bool]
-
-    @property
-    def bits_equal(self) -> bool:
-        """Whether every result is the same in both runs."""
-        return all(self.equal.values())
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

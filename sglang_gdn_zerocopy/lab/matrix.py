@@ -9,24 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.records import Route, Verdict
 from sglang_gdn_zerocopy.settings import SWITCH, UNVERIFIED, child_environment
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One case of one release, judged. ``verdict``: what the overlay is on this release."""
+class Outcome(CaseResult):
+    """A case's result, judged."""
 
-    case: str
-    protocol: str
-    route: str
-    layers: int
-    copies_before: int
-    copies_after: int
-    launches_before: int
-    launches_after: int
-    equal: dict[str, bool]
     ok: bool
 
 
@@ -63,16 +55,16 @@ def judge(result: dict[str, Any], verdict: str) -> Outcome:
     The fused conv: one launch a layer where stock makes two or three (without a model one or two), no copy. Views: the
     copy is gone. Upstream, and a release on which the overlay patches nothing: as before.
     """
-    layers, before, after = result["layers"], result["launches_before"], result["launches_after"]
-    copies_before, copies_after = result["copies_before"], result["copies_after"]
-    if verdict == Verdict.SUPPORTED.value and result["route"] == Route.FUSED_CONV.value:
-        launches = before >= after and after >= layers and copies_after == 0
-    elif verdict == Verdict.SUPPORTED.value and result["route"] == Route.VIEWS.value:
-        launches = copies_before == layers and copies_after == 0 and after == before - layers
+    found = CaseResult(**result)
+    before, after = found.launches_before, found.launches_after
+    if verdict == Verdict.SUPPORTED.value and found.route == Route.FUSED_CONV.value:
+        launches = before >= after >= found.layers and found.copies_after == 0
+    elif verdict == Verdict.SUPPORTED.value and found.route == Route.VIEWS.value:
+        launches = found.copies_before == found.layers == before - after and found.copies_after == 0
     else:
-        launches = before == after and copies_before == copies_after == 0
-        launches = launches and result["route"] in (verdict, Route.UPSTREAM.value)
-    return Outcome(**result, ok=launches and all(result["equal"].values()))
+        launches = before == after and found.copies_before == found.copies_after == 0
+        launches = launches and found.route in (verdict, Route.UPSTREAM.value)
+    return Outcome(**result, ok=found.bits_equal and launches)
 
 
 def run_release(

@@ -50,6 +50,8 @@ GSM8K_FLAGS = (
     "--port",
     "--temperature",
 )
+# What a stock server says of its arguments.
+_SERVER_INFO = {"decode_log_interval": 40}
 _SWITCHES = {"--skip-warmup", "--no-append-to-github-summary", "--profile"}
 
 
@@ -148,7 +150,7 @@ def serve(words: list[str]) -> None:
             elif self.path == "/server_info":
                 import importlib.metadata
 
-                self._answer(200, json.dumps({"version": importlib.metadata.version("sglang")}))
+                self._answer(200, json.dumps({"version": importlib.metadata.version("sglang"), **_SERVER_INFO}))
             elif self.path == "/metrics":
                 lines = (
                     f'sglang:inter_token_latency_seconds_sum{{engine="0"}} {state["seconds"]}',
