@@ -194,7 +194,8 @@ def _recurrent_verify_kernel(
         g = decay_rate * tl.where(x <= THRESHOLD, tl.log(1.0 + tl.exp(x)), x)
         beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
 
-        if RING:
+        # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
+        if RING:  # noqa: SIM102
             if slot >= 0 and i_t < RING_LENGTH:
                 p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
                 tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
@@ -393,7 +394,7 @@ def _recurrent_verify_explicit_kernel(
         g = decay_rate * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
         beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
 
-        if RING:
+        if RING:  # noqa: SIM102
             if slot >= 0:
                 kept = gl.minimum(tokens, RING_LENGTH) - first
                 p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + first * stride_raw_v_step
@@ -507,23 +508,32 @@ def recurrent_verify(
 ) -> torch.Tensor:
     """Verify N chains of draft tokens and return the output [1, rows, HV, V] in the type of ``q``.
 
-    ``q``, ``k`` [1, rows, H, K] and ``v`` [1, rows, HV, V]: any float type, any stride from token to token, dense inside
-    one. ``a``, ``b`` [..., rows, HV], any row stride. ``a_log``, ``dt_bias`` [HV]. ``state`` [slots, HV, V, K], fp32 or
-    bf16, any pitch between slots, only read. ``slots`` [>= N]: the slot of each request; below 0 its state is zero and its
-    ring is not written. ``starts`` [N + 1]: the first row of each request and the end; an empty one writes nothing.
-    ``kept`` is written: see ``FoldRing`` and ``Snapshots``. ``reciprocal_norm``: x * (1 / norm) as stock does it from
-    0.5.22, before that x / norm. ``overlap``: launch it as a programmatic dependent of the kernel before it.
+    ``q``, ``k`` [1, rows, H, K] and ``v`` [1, rows, HV, V]: any float type, any stride from token to token, dense
+    inside one. ``a``, ``b`` [..., rows, HV], any row stride. ``a_log``, ``dt_bias`` [HV]. ``state`` [slots, HV, V, K],
+    fp32, bf16 or fp16, any pitch between slots, only read. ``slots`` [>= N], int32 or int64: the slot of each request;
+    below 0 its state is zero and its ring is not written. ``starts`` [N + 1], int32 or int64: the first row of each
+    request and the end; an empty one writes nothing. ``kept`` is written: see ``FoldRing`` and ``Snapshots``.
+    ``reciprocal_norm``: x * (1 / norm) as stock does it from 0.5.22, before that x / norm. ``overlap``: launch it as a
+    programmatic dependent of the kernel before it. ``config``: instead of what ``choose`` says.
 
     Raises ``ValueError`` before anything is written for what it does not take.
     """
     _, rows, H, K = k.shape
     HV, V = v.shape[2:]
     N = starts.shape[0] - 1
-    ring = isinstance(kept, FoldRing)
     _check_inputs(q, k, v, a, b, a_log, dt_bias, state, slots, starts)
-    length = _check_ring(kept, H, HV) if isinstance(kept, FoldRing) else _check_snapshots(kept, state, N)
+    if isinstance(kept, FoldRing):
+        protocol, length = "ring", _check_ring(kept, H, HV)
+        # In the kernel's order: snapshots, rows, then the ring; then the strides of each.
+        buffers = (None, None, *kept)
+        strides = (0, 0, *(stride for buffer in kept for stride in buffer.stride()[:3]))
+    else:
+        protocol, length = "snapshots", 0
+        _check_snapshots(kept, state, N)
+        buffers = (*kept, None, None, None, None)
+        strides = (*kept.states.stride()[:2], *(0,) * 12)
     if config is None:
-        config = choose("ring" if ring else "snapshots", state.dtype, N, q.device)
+        config = choose(protocol, state.dtype, N, q.device)
     constants: dict[str, Any] = {}
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.implementation == "explicit":
@@ -551,9 +561,7 @@ def recurrent_verify(
         state,
         slots,
         starts,
-        None if ring else kept.states,
-        None if ring else kept.rows,
-        *(kept if ring else (None,) * 4),
+        *buffers,
         K**-0.5,
         q.stride(1),
         k.stride(1),
@@ -561,16 +569,14 @@ def recurrent_verify(
         a.stride(-2),
         b.stride(-2),
         state.stride(0),
-        *((0, 0) if ring else kept.states.stride()[:2]),
-        *(stride for buffer in (kept if ring else ()) for stride in buffer.stride()[:3]),
-        *(() if ring else (0,) * 12),
+        *strides,
         RING_LENGTH=length,
         H=H,
         HV=HV,
         K=K,
         V=V,
         BV=config.columns,
-        RING=ring,
+        RING=protocol == "ring",
         RECIPROCAL=reciprocal_norm,
         THRESHOLD=_SOFTPLUS_THRESHOLD,
         EPSILON=_EPSILON,
@@ -661,8 +667,7 @@ def _check_ring(ring: FoldRing, H: int, HV: int) -> int:
     return length
 
 
-def _check_snapshots(snapshots: Snapshots, state: torch.Tensor, N: int) -> int:
-    """0: there is no ring."""
+def _check_snapshots(snapshots: Snapshots, state: torch.Tensor, N: int) -> None:
     states, rows = snapshots
     _require(states.dim() == 5 and states.shape[2:] == state.shape[1:], f"snapshots are {tuple(states.shape)}")
     _require(states.dtype == state.dtype, f"snapshots are {states.dtype}, the state is {state.dtype}")
@@ -670,7 +675,6 @@ def _check_snapshots(snapshots: Snapshots, state: torch.Tensor, N: int) -> int:
     _require(
         rows.dim() == 1 and rows.shape[0] >= N and _dense(rows, 1), f"rows of the snapshots are {tuple(rows.shape)}"
     )
-    return 0
 
 
 def recurrent_verify_ref(
@@ -685,8 +689,8 @@ def recurrent_verify_ref(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One request in plain torch and in fp64: output [T, HV, V], states [T, HV, V, K], g and beta [T, HV].
 
-    ``q``, ``k`` [T, H, K], ``v`` [T, HV, V], ``a``, ``b`` [T, HV], ``state`` [HV, V, K]. Nothing is written. The formula is
-    the gated delta rule of https://arxiv.org/abs/2412.06464 with the gate's exp-softplus form of Mamba 2.
+    ``q``, ``k`` [T, H, K], ``v`` [T, HV, V], ``a``, ``b`` [T, HV], ``state`` [HV, V, K]. Nothing is written. The
+    formula is the gated delta rule of https://arxiv.org/abs/2412.06464 with the gate of Mamba 2.
     """
     q, k, v, a, b, a_log, dt_bias, h = (x.double() for x in (q, k, v, a, b, a_log, dt_bias, state))
     ratio = v.shape[1] // k.shape[1]

@@ -2,9 +2,9 @@
 
     python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing]
 
-``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch and Triton are all else that is needed. Prints
-a line for every case whose bits differ, a table of times, and writes ``equality.jsonl`` and ``timing.jsonl`` to ``--out``.
-Exit code 1 if any case differs or could not be run.
+``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch and Triton are all else that is needed.
+Prints a line for every case whose bits differ, a table of times, and writes ``equality.jsonl`` and ``timing.jsonl`` to
+``--out``. Exit code 1 if any case differs or could not be run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,10 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-import torch
+# Below the line that finds them when this runs as a script.
+import torch  # noqa: E402
 
-from sglang_gdn_zerocopy.kernels import recurrent_verify as rv
-from sglang_gdn_zerocopy.kernels.recurrent_verify import Config
+from sglang_gdn_zerocopy.kernels import recurrent_verify as rv  # noqa: E402
+from sglang_gdn_zerocopy.kernels.recurrent_verify import Config  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATION = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -72,7 +74,7 @@ TILES: tuple[Config, ...] = (
 
 
 def tile_name(config: Config) -> str:
-    """``x32w1l4``: 32 columns, one warp, four lanes a column; ``p`` for the portable one, ``r128`` for a register cap."""
+    """``x32w1l4``: 32 columns, one warp, four lanes a column; ``p`` for the portable one, ``r128`` for a cap."""
     if config.implementation == "portable":
         return f"p{config.columns}"
     cap = f"r{config.max_registers}" if config.max_registers else ""
@@ -153,7 +155,6 @@ class World:
     slots: torch.Tensor
     starts: torch.Tensor
     kept: rv.FoldRing | rv.Snapshots
-    named: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def fresh_kept(world: World, protocol: str, steps: int) -> rv.FoldRing | rv.Snapshots:
@@ -186,7 +187,7 @@ def make_world(case: Case, combination: Combination, seed: int) -> World:
     D = rv.HEAD_DIM
     N, rows = len(case.lengths), sum(case.lengths)
     packed = normal(rows, (2 * H + HV) * D).to(ACTIVATION)
-    q, k, v = packed.split([H * D, H * D, HV * D], dim=1)
+    q, k, v = torch.split(packed, [H * D, H * D, HV * D], dim=1)
     gates = (3 * normal(rows, 2 * HV)).to(ACTIVATION)
     pool = N + 2
     slots = torch.randperm(pool, generator=generator, device=DEVICE)[:N].to(torch.int32)
@@ -351,7 +352,7 @@ def _other_tree(
     original = rv.explicit_layouts
     verdicts = []
     for leaf in (2, 4, 8):
-        rv.explicit_layouts = lambda config, _, leaf=leaf: original(config, leaf)  # type: ignore[assignment,misc]
+        rv.explicit_layouts = lambda config, _, leaf=leaf: original(config, leaf)  # type: ignore[assignment]
         try:
             world.kept = fresh_kept(world, protocol, steps)
             results = written(call_ours(world, inverse, config), world)
@@ -450,14 +451,15 @@ def capture(variant: Variant, worlds: list[World]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def registers_of(kernels: tuple[Any, ...]) -> set[tuple[int, int]]:
-    """(registers, spills) of all that is compiled in this process."""
-    found = set()
-    for kernel in kernels:
-        for entry in kernel.device_caches.values():
+def compiled_sizes() -> dict[str, str]:
+    """Registers and spills by hash of all that this process has compiled; empty where Triton does not say."""
+    found = {}
+    for kernel in (rv._recurrent_verify_kernel, rv._recurrent_verify_explicit_kernel):
+        for entry in getattr(kernel, "device_caches", {}).values():
             for compiled in entry[0].values():
-                found.add((compiled.n_regs, compiled.n_spills, compiled.hash))
-    return found  # type: ignore[return-value]
+                if hasattr(compiled, "n_regs"):
+                    found[str(compiled.hash)] = f"{compiled.n_regs} regs {compiled.n_spills} spills"
+    return found
 
 
 def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats: int, tiles: tuple[Config, ...],
@@ -469,7 +471,7 @@ def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats
     worlds = [first]
     for _ in range(LAYERS - 1):
         packed = torch.cat([x.reshape(4 * N, -1) for x in (first.q, first.k, first.v)], dim=1)
-        q, k, v = packed.split([x.shape[2] * x.shape[3] for x in (first.q, first.k, first.v)], dim=1)
+        q, k, v = torch.split(packed, [x.shape[2] * x.shape[3] for x in (first.q, first.k, first.v)], dim=1)
         another = replace(
             first,
             q=q.view(first.q.shape),
@@ -480,22 +482,17 @@ def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats
         another.kept = fresh_kept(another, protocol, 4)
         worlds.append(another)
     variants = [
-        Variant(f"stock {release}", lambda world, stock=stock: call_stock(stock, world, copies=False))  # type: ignore[misc]
+        Variant(f"stock {release}", partial(call_stock, stock, copies=False))
         for release, stock in stocks.items()
         if protocol == "snapshots" or release == "0.5.17"
     ]
     for config in tiles:
         for overlap in overlaps:
             name = tile_name(config) + ("+pdl" if overlap else "")
-            inverse = protocol == "snapshots"
-
-            def call(world: World, config: Config = config, overlap: bool = overlap) -> torch.Tensor:
-                return call_ours(world, inverse, config, overlap)
-
+            call = partial(call_ours, inverse=protocol == "snapshots", config=config, overlap=overlap)
             variants.append(Variant(name, call))
-    kernels = (rv._recurrent_verify_kernel, rv._recurrent_verify_explicit_kernel)
     ready: list[tuple[Variant, torch.cuda.CUDAGraph, list[float], str]] = []
-    seen = registers_of(kernels)
+    seen = compiled_sizes()
     for variant in variants:
         try:
             graph = capture(variant, worlds)
@@ -504,11 +501,11 @@ def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats
         except Exception as error:
             yield {"protocol": protocol, "state": state, "N": N, "variant": variant.name, "error": repr(error)[:300]}
             continue
-        now = registers_of(kernels)
-        size = ", ".join(f"{entry[0]} regs {entry[1]} spills" for entry in now - seen)
+        now = compiled_sizes()
+        size = ", ".join(text for key, text in now.items() if key not in seen)
         seen = now
         ready.append((variant, graph, [], size))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
     for _ in range(repeats):
         for _, graph, times, _ in ready:
             marks[0].record()
