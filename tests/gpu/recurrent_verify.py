@@ -45,6 +45,14 @@ KERNEL_FOLDERS = (
     "kernels/ops/attention/fla",
     "kernels/ops/attention/linear",
 )
+STOOD_IN_FOR = (
+    "sglang",
+    "sglang.srt",
+    "sglang.srt.utils",
+    "sglang.kernels",
+    "sglang.kernels.jit",
+    "sglang.kernels.jit.utils",
+)
 RECIPROCAL_SINCE = (0, 5, 22)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = ("fp32", "bf16") if DEVICE == "cuda" else ("fp32", "fp16")
@@ -81,33 +89,40 @@ def tile_name(config: Config) -> str:
     return f"x{config.columns}w{config.warps}l{config.lanes}{cap}"
 
 
-def load_stock(sources: Path, release: str) -> Callable[..., torch.Tensor]:
-    """The release's own launch function, from its file alone; what it imports of SGLang is answered for an H200."""
+def load_stock(folder: Path) -> Callable[..., torch.Tensor]:
+    """The launch function of the release in ``folder``, from its file alone, as it is on an H200.
+
+    The few names that the file imports of SGLang are answered here, and forgotten again.
+    """
     answers = {
         "is_arch_support_pdl": lambda: DEVICE == "cuda",
         "is_gfx95_supported": lambda: False,
         "is_hip": lambda: False,
         "is_cuda": lambda: True,
         "get_device_sm": lambda: 90,
-        "is_sm90_supported": lambda *args: DEVICE == "cuda",
+        "is_sm90_supported": lambda *args: True,
     }
-    for name in ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.kernels", "sglang.kernels.jit"):
-        sys.modules.setdefault(name, ModuleType(name))
-    sys.modules.setdefault("sglang.kernels.jit.utils", ModuleType("sglang.kernels.jit.utils"))
-    for name in ("sglang.srt.utils", "sglang.kernels.jit.utils"):
+    files = [file for below in KERNEL_FOLDERS if (file := folder / "sglang" / below / KERNEL_FILE).is_file()]
+    if not files:
+        raise FileNotFoundError(f"{folder} has no {KERNEL_FILE} where a release has it")
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "sglang"}
+    for name in STOOD_IN_FOR:
+        sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(answers)
-    for folder in KERNEL_FOLDERS:
-        file = sources / release / "sglang" / folder / KERNEL_FILE
-        if file.is_file():
-            name = "stock_" + release.replace(".", "_")
-            spec = importlib.util.spec_from_file_location(name, file)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            return module.fused_sigmoid_gating_delta_rule_update  # type: ignore[no-any-return]
-    raise FileNotFoundError(f"{sources}/{release}: no {KERNEL_FILE}")
+    try:
+        # Stays importable: Triton looks its kernels' modules up again.
+        name = "stock_" + "".join(letter if letter.isalnum() else "_" for letter in folder.name)
+        spec = importlib.util.spec_from_file_location(name, files[0])
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    finally:
+        for name in STOOD_IN_FOR:
+            del sys.modules[name]
+        sys.modules.update(before)
+    return module.fused_sigmoid_gating_delta_rule_update  # type: ignore[no-any-return]
 
 
 def reciprocal(release: str) -> bool:
@@ -301,7 +316,7 @@ def compare(task: tuple[Combination, tuple[Case, ...], tuple[Config, ...], str])
         records.append({**asdict(combination), "case": case.label, "tile": tile, "problem": problem})
 
     try:
-        stock = load_stock(Path(sources), combination.release)
+        stock = load_stock(Path(sources) / combination.release)
     except Exception as error:
         return [{**asdict(combination), "case": "load", "tile": "", "problem": repr(error)[:300]}]
     inverse = reciprocal(combination.release)
@@ -532,7 +547,7 @@ def run_timing(quick: bool, sources: str, out: Path) -> None:
     stocks: dict[str, Any] = {}
     for release in ("0.5.17", "0.5.23"):
         try:
-            stocks[release] = load_stock(Path(sources), release)
+            stocks[release] = load_stock(Path(sources) / release)
         except Exception as error:
             print(f"stock {release} cannot be timed: {error!r}")
     records: list[dict[str, Any]] = []
