@@ -14,6 +14,7 @@ class Route(str, Enum):
     UPSTREAM = "upstream"
     VIEWS = "views"
     FUSED_CONV = "fused conv"
+    BUNDLED = "bundled conv and recurrence"
 
 
 class Consumer(str, Enum):
@@ -84,7 +85,8 @@ class Release:
     ``copies``: stock's target verify copies packed QKV into three tensors. ``protocols``: what its target verify
     can run. ``call_kwargs``: keyword arguments that SGLang passes beside the five named ones. ``fingerprints``:
     path inside the sglang package -> qualified name -> fingerprint of that definition; ``kernel_fingerprints``: the
-    same for what only the bundled kernels rely on.
+    same for what only the bundled kernels rely on. ``reciprocal_norm``: its recurrence normalises q and k as
+    x * (1 / norm), not x / norm.
     """
 
     version: str
@@ -93,6 +95,7 @@ class Release:
     call_kwargs: frozenset[str]
     fingerprints: Mapping[str, Mapping[str, str]]
     kernel_fingerprints: Mapping[str, Mapping[str, str]]
+    reciprocal_norm: bool
 
 
 class Verdict(str, Enum):

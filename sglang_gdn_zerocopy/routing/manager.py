@@ -15,7 +15,7 @@ from sglang_gdn_zerocopy.routing import builtin, hookspecs
 # Distinct shapes of one process; beyond it the oldest decisions are asked again.
 _MEMO_LIMIT = 65536
 # From what leaves most to stock to what leaves least.
-_REACH = (Route.UPSTREAM, Route.VIEWS, Route.FUSED_CONV)
+_REACH = (Route.UPSTREAM, Route.VIEWS, Route.FUSED_CONV, Route.BUNDLED)
 
 
 class RouteManager:

@@ -29,6 +29,30 @@ CONV_KEYWORDS = frozenset(
         "retrieve_parent_token",
     }
 )
+RECURRENCE_FUNCTION = "fused_sigmoid_gating_delta_rule_update"
+# What stock passes to it in a target verify of a chain, and what the bundled kernel computes; all else is unknown.
+RECURRENCE_FIXED = {
+    "use_qk_l2norm_in_kernel": True,
+    "softplus_beta": 1.0,
+    "softplus_threshold": 20.0,
+    "is_kda": False,
+    "disable_state_update": True,
+    "retrieve_parent_token": None,
+}
+RECURRENCE_RING = ("replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
+RECURRENCE_SNAPSHOTS = ("intermediate_states_buffer", "intermediate_state_indices")
+RECURRENCE_INPUTS = (
+    "q",
+    "k",
+    "v",
+    "a",
+    "b",
+    "A_log",
+    "dt_bias",
+    "initial_state_source",
+    "initial_state_indices",
+    "cu_seqlens",
+)
 FORWARD_CONTEXT_MODULE = "sglang.srt.model_executor.forward_context"
 # The way from a model's layer to the backend: module, class, functions.
 PATH = (
@@ -58,6 +82,9 @@ _WITH_OUTPUT = _ALWAYS_PASSED | {"linear_attn_output"}
 _SNAPSHOTS = (Protocol.SNAPSHOTS,)
 _WITH_FOLD = (Protocol.SNAPSHOTS, Protocol.FOLD_RING)
 _WITH_CIRCULAR = (Protocol.SNAPSHOTS, Protocol.CIRCULAR_RING)
+
+# The first release whose recurrence multiplies by the reciprocal of the norm.
+_RECIPROCAL_NORM_SINCE = "0.5.22"
 
 # version: (stock copies, protocols of target verify, keyword arguments of the forward)
 _BEHAVIOUR = {
@@ -256,6 +283,7 @@ RELEASES = {
         call_kwargs=call_kwargs,
         fingerprints=_bodies_of(version, _VIEWS_BODIES),
         kernel_fingerprints=_bodies_of(version, _KERNEL_BODIES),
+        reciprocal_norm=list(_BEHAVIOUR).index(version) >= list(_BEHAVIOUR).index(_RECIPROCAL_NORM_SINCE),
     )
     for version, (copies, protocols, call_kwargs) in _BEHAVIOUR.items()
 }
