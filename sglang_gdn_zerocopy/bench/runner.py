@@ -1,4 +1,4 @@
-"""Carries out a plan: for every phase a server, then its measurements, its accuracy run and its profile."""
+"""Carries out a plan: for every phase a server, then its measurements, accuracy run, profile and content check."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_gdn_zerocopy.bench import content
 from sglang_gdn_zerocopy.bench import server as servers
 from sglang_gdn_zerocopy.bench.benchmark import Client, Row
 from sglang_gdn_zerocopy.bench.client import healthy, port_is_free
+from sglang_gdn_zerocopy.bench.content import Content
 from sglang_gdn_zerocopy.bench.errors import RunFailed
 from sglang_gdn_zerocopy.bench.measurement import Measurement, Shape
 from sglang_gdn_zerocopy.bench.progress import Estimate, Progress
@@ -84,7 +86,8 @@ class Runner:
             work["start"] += 1
             if Step.MEASURE in steps:
                 work.update(dict.fromkeys(self._plan.shapes, self._plan.warmup + self._plan.repeats))
-            work.update(step for step in steps if step is not Step.MEASURE)
+            extra = {*steps, Step.CONTENT} if Step.MEASURE in steps else set(steps)
+            work.update(step for step in extra if step is not Step.MEASURE)
         return work
 
     def _phase(self, phase: Phase, steps: tuple[Step, ...]) -> None:
@@ -109,6 +112,8 @@ class Runner:
                 self._accuracy(phase, client)
             if Step.TRACE in steps:
                 self._trace(phase, client)
+            if Step.CONTENT in self._store.missing(phase):
+                self._content(phase, server)
         finally:
             if server.group is not None:
                 self._supervisor.stop(server.group)
@@ -181,6 +186,18 @@ class Runner:
             # The timed shapes are done and on disk: a profiler's trouble must not cost them.
             self._progress.say(f"no profile of arm {phase.arm}: {error}")
         self._end(phase, what, Step.TRACE, "")
+
+    def _content(self, phase: Phase, server: Server) -> None:
+        self._begin(phase, "content check")
+        try:
+            found = Content(phase.arm, phase.pair, phase.number, content.ask(server.base_url))
+        except OSError as error:
+            # As with a profile: the check comes late so that its trouble costs nothing that was measured.
+            self._progress.say(f"no content check of {phase.name}: {error}")
+            self._end(phase, "content check", Step.CONTENT, "")
+            return
+        self._store.write(self._store.content_file(phase), found.to_json() + "\n")
+        self._end(phase, "content check", Step.CONTENT, found.summary())
 
     def _begin(self, phase: Phase, what: str) -> None:
         self._estimate.begin()

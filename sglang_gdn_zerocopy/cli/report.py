@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_gdn_zerocopy.bench import plots, render
+from sglang_gdn_zerocopy.bench.content import Content, from_dict
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Measurement, read_measurements
 from sglang_gdn_zerocopy.bench.verdict import ACCEPTANCE_TOLERANCE, Accuracy, Report, judge
 from sglang_gdn_zerocopy.cli.errors import CommandError
@@ -26,6 +27,7 @@ class Evidence(NamedTuple):
 
     measurements: list[Measurement]
     accuracy: list[Accuracy]
+    content: list[Content]
     traces: dict[str, Any] | None
 
 
@@ -62,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     _need("scipy", "report")
     if not args.json:
         _need("rich", "cli")
-    report = judge(evidence.measurements, accuracy=evidence.accuracy, tolerance=tolerance, built_in=_stock_has_no_copy)
+    report = judge(
+        evidence.measurements,
+        accuracy=evidence.accuracy,
+        content=evidence.content,
+        tolerance=tolerance,
+        built_in=_stock_has_no_copy,
+    )
     _write_all(_documents(args, report, evidence.traces))
     if args.json:
         print(render.to_json(report, evidence.traces), end="")
@@ -114,7 +122,8 @@ def read_evidence(directory: Path) -> Evidence:
     if not measurements:
         raise CommandError(f"{directory} holds no measurements (*.jsonl): run `ab --out {directory}` first")
     accuracy = [_read_accuracy(path) for path in sorted(directory.glob("*.gsm8k.json"))]
-    return Evidence(list(measurements.values()), accuracy, _read_traces(directory / "traces.json"))
+    content = [_read_content(path) for path in sorted(directory.glob("*.content.json"))]
+    return Evidence(list(measurements.values()), accuracy, content, _read_traces(directory / "traces.json"))
 
 
 def _check(path: Path, row: Measurement) -> None:
@@ -165,6 +174,16 @@ def _read_accuracy(path: Path) -> Accuracy:
     ):
         raise CommandError(f"{path} has a value out of range: {result}; move the file away or measure again")
     return result
+
+
+def _read_content(path: Path) -> Content:
+    try:
+        found = from_dict(_read_object(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommandError(f"{path} is no content check ({error}); move the file away or measure again") from None
+    if found.arm not in ARMS:
+        raise CommandError(f"{path}: arm {found.arm!r} is neither off nor on")
+    return found
 
 
 def _read_traces(path: Path) -> dict[str, Any] | None:

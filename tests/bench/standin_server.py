@@ -4,6 +4,7 @@
 file. What the processes do wrong on demand stands in ``control.json`` of that folder:
 
 - ``usage_error``: the server exits 2 as argparse does; ``ignore_sigterm``: only SIGKILL ends it; ``never_healthy``
+- ``answers``: what the content check gets, "words", "garbage" (in the on-arm), "nan", "no logprobs", "refuse", "drop"
 - ``hang``: the benchmark run with this number (from 1, per server) never ends; ``no_row``, ``acceptance``, ``profile``
 """
 
@@ -161,6 +162,10 @@ def serve(words: list[str]) -> None:
                 self._answer(404, "")
 
         def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "text" in asked:
+                self._continue(asked)
+                return
             state["batches"] += 1
             state["seconds"] += 0.5
             state["tokens"] += 100
@@ -168,6 +173,26 @@ def serve(words: list[str]) -> None:
                 state["live"] = True
                 print("[01:02:04] GDN zero-copy live (pid 7): snapshots target verify -> views: ok", flush=True)
             self._answer(200, json.dumps({"batch": state["batches"], "switch": switch}))
+
+        def _continue(self, asked: dict[str, Any]) -> None:
+            how = control.get("answers", "words")
+            if how == "drop":
+                self.close_connection = True
+                return
+            if how == "refuse" or (how == "no logprobs" and asked["return_logprob"]):
+                self._answer(400, "not supported here")
+                return
+            assert asked["sampling_params"] == {"temperature": 0, "max_new_tokens": 64}
+            ids = [7] * 64 if how == "garbage" and switch == "1" else list(range(64))
+            answer: dict[str, Any] = {"text": "!" * 64 if ids[1] == 7 else "some words", "output_ids": ids}
+            if asked["return_logprob"]:
+                # Stock's JSON has null for a NaN.
+                values = [None if how == "nan" and i == 3 else -0.5 for i in ids]
+                answer["meta_info"] = {
+                    "output_token_logprobs": [[v, i, None] for v, i in zip(values, ids, strict=True)]
+                }
+            print(f"asked after {state['batches']} batches", flush=True)
+            self._answer(200, json.dumps(answer))
 
         def _answer(self, status: int, text: str) -> None:
             body = text.encode()

@@ -218,6 +218,7 @@ def test_a_phase_is_measured_only_with_every_row_in_order(tmp_path: Path) -> Non
     there = Store(tmp_path / "out", PLAN)
     there.create()
     phase = PLAN.phases()[0]
+    there.write(there.content_file(phase), "{}\n")
     rows = [measurement(phase, shape, repeat) for shape in PLAN.shapes for repeat in range(PLAN.repeats)]
     for row in rows[:-1]:
         assert there.missing(phase) == (Step.MEASURE,)
@@ -235,10 +236,13 @@ def test_accuracy_and_profile_are_asked_for_on_their_own(tmp_path: Path) -> None
     there = Store(tmp_path / "out", plan)
     there.create()
     first, last = plan.phases()[0], plan.phases()[2]
-    assert there.missing(last) == (Step.MEASURE, Step.GSM8K, Step.TRACE)
-    assert there.missing(first) == (Step.MEASURE, Step.GSM8K), "the arm's profile belongs to its last phase"
+    assert there.missing(last) == (Step.MEASURE, Step.GSM8K, Step.TRACE, Step.CONTENT)
+    assert there.missing(first) == (Step.MEASURE, Step.GSM8K, Step.CONTENT), (
+        "the arm's profile belongs to its last phase"
+    )
     for phase in (first, last):
         there.append(phase, measurement(phase, plan.shapes[0], 0))
+        there.write(there.content_file(phase), "{}\n")
     assert there.missing(last) == (Step.GSM8K, Step.TRACE)
     there.write(there.gsm8k_file(last), "{}\n")
     assert there.missing(last) == (Step.TRACE,)
@@ -247,6 +251,9 @@ def test_accuracy_and_profile_are_asked_for_on_their_own(tmp_path: Path) -> None
     assert there.missing(first) == (Step.GSM8K,)
     there.prepare(last, (Step.TRACE,))
     assert there.measurements_file(last).exists()
+    assert there.content_file(last).exists()
+    there.prepare(last, (Step.MEASURE,))
+    assert there.missing(last) == (Step.MEASURE, Step.CONTENT), "the check belongs to the server that was measured"
 
 
 def test_a_folder_with_a_broken_plan_or_other_files_is_refused(tmp_path: Path) -> None:

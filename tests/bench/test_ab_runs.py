@@ -133,7 +133,8 @@ def test_a_whole_run_alternates_fresh_servers_and_is_not_repeated(bench: Bench, 
         assert accuracy["settings"]["questions"] == 6
     assert "--cuda-graph-max-bs is called --cuda-graph-max-bs-decode in 0.5.17" in out
     assert "has SHA-256" in out
-    assert "[32/32] phase 4/4 on  GSM8K  accuracy 0.875, 3210.5 tok/s, 5.00 ms per token" in out
+    assert "[35/36] phase 4/4 on  GSM8K  accuracy 0.875, 3210.5 tok/s, 5.00 ms per token" in out
+    assert "[36/36] phase 4/4 on  content check  6 answers, 0 degenerate, distinct tokens 100% (lowest 100%)" in out
     assert "phase 2/4 on  4:8:2 repeat 2/2  101.00 tok/s, 1.006 s, acceptance 2.90" in out
     assert f"complete: sglang-gdn-zerocopy report {bench.out}" in out
     assert not list(bench.tree.glob("tmp_output*")), "the accuracy program's litter"
