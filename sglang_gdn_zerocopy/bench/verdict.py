@@ -18,6 +18,7 @@ from typing import NamedTuple
 from sglang_gdn_zerocopy.bench.acceptance import option, silence
 from sglang_gdn_zerocopy.bench.content import Content
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Environment, Measurement, Shape
+from sglang_gdn_zerocopy.bench.schedule import Planned
 from sglang_gdn_zerocopy.bench.statistics import (
     MIN_REPEATS,
     Estimate,
@@ -143,11 +144,13 @@ def judge(
     *,
     accuracy: Sequence[Accuracy] = (),
     content: Sequence[Content] = (),
+    plan: Planned | None = None,
     tolerance: float = ACCEPTANCE_TOLERANCE,
     built_in: Callable[[str], bool] = lambda release: False,
 ) -> Report:
     """The report on ``measurements`` in any order (at least one).
 
+    ``plan`` says what the run should hold; without it a pair, shape or repeat that no phase has is not missed.
     ``tolerance``: largest difference of acceptance length between the arms, in tokens per verify pass. ``built_in``
     tells whether a stock release already verifies without the copy.
     """
@@ -161,15 +164,16 @@ def judge(
         ]
         results = [_overruled(row, Finding.NOTHING_TO_COMPARE) for row in results]
     else:
-        run = [*_incomplete(rows), *_environments(rows), *_overlay(rows), *_accuracy(accuracy)]
+        run = [*_incomplete(rows, plan), *_environments(rows), *_overlay(rows), *_accuracy(accuracy)]
         run += _content(content, rows[0].environment)
         refusals = [*run, *_shapes_in_doubt(results), *_too_few(rows)]
         if run:
             results = [_overruled(row, Finding.NOT_COMPARABLE) for row in results]
+    notes = [*_notes(rows, results), *_content_notes(content, rows), *_plan_notes(plan, accuracy)]
     return Report(
         headline=None if refusals else _headline(results),
         refusals=tuple(refusals),
-        notes=(*_notes(rows, results), *_content_notes(content, rows)),
+        notes=tuple(notes),
         shapes=tuple(results),
         environment=rows[0].environment,
         statements=tuple(_statements(rows)),
@@ -202,15 +206,20 @@ def _cells(rows: Iterable[Measurement]) -> dict[tuple[int, str], list[Measuremen
     return dict(cells)
 
 
-def _incomplete(rows: Sequence[Measurement]) -> list[str]:
+def _incomplete(rows: Sequence[Measurement], plan: Planned | None) -> list[str]:
     """Missing arms, pairs, shapes and repeats, one sentence for each phase."""
     missing = [arm for arm in ARMS if all(m.arm != arm for m in rows)]
     if missing:
         return [f"incomplete: there are no measurements of the {missing[0]}-arm"]
     cells = _cells(rows)
     wanted = {(m.shape, m.repeat) for m in rows}
+    pairs = {m.pair for m in rows}
     reasons = []
-    for pair in sorted({m.pair for m in rows}):
+    if plan:
+        wanted |= {(shape, repeat) for shape in plan.shapes for repeat in range(plan.repeats)}
+        absent = [str(pair) for pair in range(plan.pairs) if pair not in pairs]
+        reasons = [f"incomplete: pair {pair} of the planned {plan.pairs} was not measured" for pair in absent]
+    for pair in sorted(pairs):
         for arm in ARMS:
             cell = cells.get((pair, arm), [])
             lacking = wanted - {(m.shape, m.repeat) for m in cell}
@@ -328,6 +337,15 @@ def _content_notes(found: Sequence[Content], rows: Sequence[Measurement]) -> lis
             "alone is no fault, since rounding may turn a greedy token."
         )
     return notes
+
+
+def _plan_notes(plan: Planned | None, accuracy: Sequence[Accuracy]) -> list[str]:
+    if plan is None:
+        return ["There is no plan.json: a pair, shape or repeat that no phase has is not missed."]
+    phases = plan.pairs * len(plan.arms)
+    if plan.gsm8k and len(accuracy) < phases:
+        return [f"Incomplete: GSM8K was planned for {phases} phases and {len(accuracy)} have its result."]
+    return []
 
 
 def _too_few(rows: Sequence[Measurement]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_gdn_zerocopy.bench import plots, render
 from sglang_gdn_zerocopy.bench.content import Content, from_dict
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Measurement, read_measurements
+from sglang_gdn_zerocopy.bench.schedule import Planned, planned
 from sglang_gdn_zerocopy.bench.verdict import ACCEPTANCE_TOLERANCE, Accuracy, Report, judge
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.upstream.releases import RELEASES, SAME_BODIES
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
 
 
 class Evidence(NamedTuple):
-    """What a folder of `ab` holds. ``traces`` is the object in traces.json, None without that file."""
+    """What a folder of `ab` holds. ``traces`` is the object in traces.json, ``plan`` what plan.json promises; None
+    without the file."""
 
     measurements: list[Measurement]
     accuracy: list[Accuracy]
     content: list[Content]
     traces: dict[str, Any] | None
+    plan: Planned | None
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         evidence.measurements,
         accuracy=evidence.accuracy,
         content=evidence.content,
+        plan=evidence.plan,
         tolerance=tolerance,
         built_in=_stock_has_no_copy,
     )
@@ -123,7 +127,8 @@ def read_evidence(directory: Path) -> Evidence:
         raise CommandError(f"{directory} holds no measurements (*.jsonl): run `ab --out {directory}` first")
     accuracy = [_read_accuracy(path) for path in sorted(directory.glob("*.gsm8k.json"))]
     content = [_read_content(path) for path in sorted(directory.glob("*.content.json"))]
-    return Evidence(list(measurements.values()), accuracy, content, _read_traces(directory / "traces.json"))
+    traces, plan = _read_traces(directory / "traces.json"), _read_plan(directory / "plan.json")
+    return Evidence(list(measurements.values()), accuracy, content, traces, plan)
 
 
 def _check(path: Path, row: Measurement) -> None:
@@ -195,6 +200,15 @@ def _read_traces(path: Path) -> dict[str, Any] | None:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CommandError(f"{path} is no trace comparison ({error!r}); move the file away") from None
     return traces
+
+
+def _read_plan(path: Path) -> Planned | None:
+    if not path.exists():
+        return None
+    try:
+        return planned(_read_object(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CommandError(f"{path} is no plan of `ab` ({error!r}); put the run's own plan.json back") from None
 
 
 def _documents(args: argparse.Namespace, report: Report, traces: dict[str, Any] | None) -> dict[Path, str]:
