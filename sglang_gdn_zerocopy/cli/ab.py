@@ -196,7 +196,7 @@ def _plan(args: argparse.Namespace, target: Target) -> tuple[Plan, list[str]]:
         trace=args.trace,
         gsm8k=settings,
         external=external,
-        environment=target.environment(server_args, args.seed),
+        environment=target.environment(server_args, args.seed, external=external),
     )
     _check_programs(plan, target, notes)
     if plan.repeats < _FEWEST_REPEATS:
