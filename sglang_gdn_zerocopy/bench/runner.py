@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,32 +132,41 @@ class Runner:
         return servers.start(self._supervisor, words, phase.arm, means.port, log, means.startup_timeout_s)
 
     def _measure(self, phase: Phase, shape: Shape, server: Server, client: Client) -> None:
-        for number in range(self._plan.warmup):
-            what = f"{shape.label} warm-up {number + 1}/{self._plan.warmup}"
-            self._begin(phase, what)
-            client.one_batch(shape, f"{phase.name}, {what}")
-            self._end(phase, what, shape, "")
-        for repeat in range(self._plan.repeats):
-            what = f"{shape.label} repeat {repeat + 1}/{self._plan.repeats}"
-            self._begin(phase, what)
-            row = client.one_batch(shape, f"{phase.name}, {what}")
-            self._store.append(
-                phase,
-                Measurement(
-                    arm=phase.arm,
-                    pair=phase.pair,
-                    phase=phase.number,
-                    shape=shape,
-                    repeat=repeat,
-                    latency_s=row.latency_s,
-                    output_throughput=row.output_throughput,
-                    overall_throughput=row.overall_throughput,
-                    acceptance_length=row.acceptance_length,
-                    environment=self._plan.environment,
-                    statements=server.statements(),
-                ),
-            )
-            self._end(phase, what, shape, _summary(row))
+        plan = self._plan
+        names = [f"{shape.label} warm-up {number + 1}/{plan.warmup}" for number in range(plan.warmup)]
+        names += [f"{shape.label} repeat {repeat + 1}/{plan.repeats}" for repeat in range(plan.repeats)]
+        # The stock program spends many seconds on its imports. One process could make all runs of a shape, but it
+        # draws new prompts for each, and with real drafts acceptance depends on the prompts: repeats would be none.
+        per_process = 1 if plan.environment.simulated_acceptance is None else len(names)
+        for first in range(0, len(names), per_process):
+            runs = names[first : first + per_process]
+            self._begin(phase, runs[0])
+            with closing(client.one_batch(shape, len(runs), lambda n: f"{phase.name}, {runs[n]}")) as rows:  # noqa: B023 - used up in this turn
+                for number, row in enumerate(rows):
+                    repeat = first + number - plan.warmup
+                    if repeat >= 0:
+                        self._keep(phase, shape, repeat, row, server)
+                    self._end(phase, runs[number], shape, _summary(row) if repeat >= 0 else "")
+                    if number + 1 < len(runs):
+                        self._begin(phase, runs[number + 1])
+
+    def _keep(self, phase: Phase, shape: Shape, repeat: int, row: Row, server: Server) -> None:
+        self._store.append(
+            phase,
+            Measurement(
+                arm=phase.arm,
+                pair=phase.pair,
+                phase=phase.number,
+                shape=shape,
+                repeat=repeat,
+                latency_s=row.latency_s,
+                output_throughput=row.output_throughput,
+                overall_throughput=row.overall_throughput,
+                acceptance_length=row.acceptance_length,
+                environment=self._plan.environment,
+                statements=server.statements(),
+            ),
+        )
 
     def _accuracy(self, phase: Phase, client: Client) -> None:
         settings, file = self._plan.gsm8k, self._means.gsm8k_file

@@ -5,7 +5,8 @@ file. What the processes do wrong on demand stands in ``control.json`` of that f
 
 - ``usage_error``: the server exits 2 as argparse does; ``ignore_sigterm``: only SIGKILL ends it; ``never_healthy``
 - ``answers``: what the content check gets, "words", "garbage" (in the on-arm), "nan", "no logprobs", "refuse", "drop"
-- ``hang``: the benchmark run with this number (from 1, per server) never ends; ``no_row``, ``acceptance``, ``profile``
+- ``hang``: the benchmark run with this number (from 1, per server) never ends; ``no_row``, ``longer`` (prompts),
+  ``acceptance``, ``profile``
 """
 
 from __future__ import annotations
@@ -215,9 +216,14 @@ def _post(base_url: str) -> dict[str, Any]:
 
 
 def one_batch(args: argparse.Namespace) -> None:
-    """The benchmark: one request, one row with figures that depend on the arm and the number of the request."""
-    control = _control()
+    """The benchmark: per batch size a request and a row whose figures depend on the arm and the request's number."""
     assert os.environ["SGLANG_GDN_ZEROCOPY"] == "0", "the switch is the server's alone"
+    print(f"process for {len(args.batch_size)} runs", flush=True)
+    for batch_size in args.batch_size:
+        _one_case(args, int(batch_size), _control())
+
+
+def _one_case(args: argparse.Namespace, batch_size: int, control: dict[str, Any]) -> None:
     answer = _post(args.base_url[0])
     if control.get("hang") == answer["batch"]:
         print("hanging", flush=True)
@@ -227,7 +233,9 @@ def one_batch(args: argparse.Namespace) -> None:
         return
     row = {
         "run_name": "default",
-        "batch_size": int(args.batch_size[0]),
+        "batch_size": batch_size,
+        "input_len": int(args.input_len[0]) + control.get("longer", 0),
+        "output_len": int(args.output_len[0]),
         "latency": 1.0 + 0.001 * answer["batch"],
         "output_throughput": 100.0 + int(answer["switch"]),
         "overall_throughput": 200.0,

@@ -120,6 +120,9 @@ def test_a_whole_run_alternates_fresh_servers_and_is_not_repeated(bench: Bench, 
             "GDN zero-copy live (pid 7): snapshots target verify -> views: ok",
         )
         assert {row.statements for row in rows} == {live if arm == "on" else ()}
+        # Acceptance is simulated, so that prompts do not matter and one process makes all runs of a shape.
+        processes = re.findall(r"process for (\d) runs", (bench.out / f"{name}.client.log").read_text())
+        assert processes == ["3", "3"]
         log = (bench.out / f"{name}.log").read_text()
         assert f"switch {int(arm == 'on')} model some/model" in log
         environment = rows[0].environment
@@ -153,6 +156,36 @@ def test_old_release_runs_with_its_own_module(bench: Bench) -> None:
     code, _, err = bench.run("--arms", "on", "--pairs", "1")
     assert (code, err) == (0, "")
     assert len(bench.measurements("phase-0-on")) == 4
+
+
+def test_real_acceptance_gives_every_run_a_process_and_thus_the_same_prompts(bench: Bench) -> None:
+    code, _, err = bench.run("--arms", "off", "--pairs", "1", "--shapes", "4:8:1")
+    assert (code, err) == (0, "")
+    log = (bench.out / "phase-0-off.client.log").read_text()
+    assert re.findall(r"process for (\d) runs", log) == ["1"] * 3
+    assert [row.latency_s for row in bench.measurements("phase-0-off")] == pytest.approx([1.002, 1.003])
+
+
+def test_rows_of_one_process_are_kept_as_they_come(bench: Bench) -> None:
+    standin_server.set_control(bench.tree, hang=3)
+    child = bench.start(bench.words(), SGLANG_SIMULATE_ACC_LEN="4")
+    hanging = bench.out / "phase-0-off.client.log"
+    wait_for(lambda: hanging.exists() and "hanging" in hanging.read_text(), "hanging benchmark")
+    wait_for(lambda: (bench.out / "phase-0-off.jsonl").exists(), "first row")
+    os.kill(bench.server_pids()[0], signal.SIGKILL)
+    _, err = child.communicate(timeout=15)
+    assert child.returncode == 1
+    assert "the server ended with signal 9 (SIGKILL) during phase-0-off, 4:8:1 repeat 2/2" in err
+    (row,) = bench.measurements("phase-0-off")
+    assert row.repeat == 0
+    assert row.latency_s == pytest.approx(1.002)
+
+
+def test_a_row_of_another_shape_is_refused(bench: Bench) -> None:
+    standin_server.set_control(bench.tree, longer=1)
+    code, _, err = bench.run(SGLANG_SIMULATE_ACC_LEN="4")
+    assert (code, "it is of 5:8:1, not 4:8:1" in err) == (1, True)
+    bench.assert_nothing_left()
 
 
 def test_abba_turns_the_second_pair_round(bench: Bench) -> None:
@@ -231,11 +264,12 @@ def test_a_server_that_never_gets_healthy_is_stopped(bench: Bench) -> None:
     bench.assert_nothing_left()
 
 
-def test_a_skipped_shape_is_no_silent_gap(bench: Bench) -> None:
+@pytest.mark.parametrize(("simulated", "wanted"), [("", "one"), ("4", "3")])
+def test_a_skipped_shape_is_no_silent_gap(bench: Bench, simulated: str, wanted: str) -> None:
     standin_server.set_control(bench.tree, no_row=True)
-    code, _, err = bench.run()
+    code, _, err = bench.run(SGLANG_SIMULATE_ACC_LEN=simulated)
     assert code == 1
-    assert "the benchmark wrote 0 result rows instead of one" in err
+    assert f"the benchmark wrote 0 result rows instead of {wanted}" in err
     assert "due to max running requests limit" in err
     bench.assert_nothing_left()
 
