@@ -28,14 +28,16 @@ class Refused(Exception):  # noqa: N818 - the server's own answer, not a failure
 
 
 class Facts(NamedTuple):
-    """What a server says about itself; None where it says nothing."""
+    """What a server says about itself; None where it says nothing. ``speculative`` are the arguments of its
+    speculative decoding as it resolved them, empty without any."""
 
     version: str | None
     decode_log_interval: int | None
+    speculative: tuple[str, ...]
 
 
 def server_facts(base_url: str) -> Facts:
-    """The server's release, and after how many decode passes it states its figures."""
+    """The server's release, after how many decode passes it states its figures, and how it drafts."""
     text = _get(base_url, "/server_info")
     try:
         answer: Any = json.loads(text or "null")
@@ -43,7 +45,13 @@ def server_facts(base_url: str) -> Facts:
         answer = None
     said = answer if isinstance(answer, dict) else {}
     version, interval = said.get("version"), said.get("decode_log_interval")
-    return Facts(version if isinstance(version, str) else None, interval if isinstance(interval, int) else None)
+    names = ("speculative_algorithm", "speculative_num_steps", "speculative_num_draft_tokens")
+    drafts = [(f"--{name.replace('_', '-')}", str(said[name])) for name in names if said.get(name) is not None]
+    return Facts(
+        version if isinstance(version, str) else None,
+        interval if isinstance(interval, int) else None,
+        tuple(word for pair in drafts for word in pair),
+    )
 
 
 def inter_token_latency(base_url: str) -> tuple[float, float] | None:

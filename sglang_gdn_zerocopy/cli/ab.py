@@ -181,7 +181,7 @@ def _plan(args: argparse.Namespace, target: Target) -> tuple[Plan, list[str]]:
         server_args = (*server_args, "--random-seed", str(args.seed))
     shapes = _shapes(args.shapes)
     if external:
-        _check_server(args.base_url, target, shapes, server_args, notes)
+        _check_server(args.base_url, target, shapes, notes)
     else:
         server_args = _stating_acceptance(shapes, server_args, notes)
     settings = _gsm8k(args, notes)
@@ -242,9 +242,7 @@ def _check_next_arm(given: str, needed: str, number: int) -> None:
         )
 
 
-def _check_server(
-    base_url: str, target: Target, shapes: Sequence[Shape], server_args: Sequence[str], notes: list[str]
-) -> None:
+def _check_server(base_url: str, target: Target, shapes: Sequence[Shape], notes: list[str]) -> None:
     """Refuse a server of another release; note one that will be silent about its acceptance length."""
     facts = server_facts(base_url)
     if facts.version is not None and facts.version != target.release:
@@ -252,10 +250,11 @@ def _check_server(
             f"the server at {base_url} is SGLang {facts.version} and {target.python} has {target.release}: give the "
             "python of the server's environment with --python"
         )
-    needed = acceptance.needed_interval(shapes, server_args)
-    if facts.decode_log_interval is not None and facts.decode_log_interval > needed:
+    needed = acceptance.needed_interval(shapes, facts.speculative)
+    interval = facts.decode_log_interval
+    if interval is not None and interval > needed and acceptance.speculates(facts.speculative):
         notes.append(
-            f"the server at {base_url} states its acceptance length every {facts.decode_log_interval} decode passes, "
+            f"the server at {base_url} states its acceptance length every {interval} decode passes, "
             f"which a run may not reach: start it with {acceptance.LOG_INTERVAL} {needed} in both arms"
         )
 

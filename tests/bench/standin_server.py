@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,7 +54,13 @@ GSM8K_FLAGS = (
     "--temperature",
 )
 # What a stock server says of its arguments.
-_SERVER_INFO = {"decode_log_interval": 40}
+_SERVER_INFO = {
+    "decode_log_interval": 40,
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_num_draft_tokens": 4,
+    "speculative_eagle_topk": None,
+}
 _SWITCHES = {"--skip-warmup", "--no-append-to-github-summary", "--profile"}
 
 
@@ -218,6 +225,8 @@ def _post(base_url: str) -> dict[str, Any]:
 def one_batch(args: argparse.Namespace) -> None:
     """The benchmark: per batch size a request and a row whose figures depend on the arm and the request's number."""
     assert os.environ["SGLANG_GDN_ZEROCOPY"] == "0", "the switch is the server's alone"
+    # As the stock program of some releases does about its module's name.
+    warnings.warn("this module has moved", FutureWarning, stacklevel=1)
     print(f"process for {len(args.batch_size)} runs", flush=True)
     for batch_size in args.batch_size:
         _one_case(args, int(batch_size), _control())

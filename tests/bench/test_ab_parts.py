@@ -438,7 +438,7 @@ def test_nothing_listens_and_nothing_is_healthy() -> None:
     port = free_port()
     assert client.port_is_free("127.0.0.1", port)
     assert not client.healthy(f"http://127.0.0.1:{port}")
-    assert client.server_facts(f"http://127.0.0.1:{port}") == (None, None)
+    assert client.server_facts(f"http://127.0.0.1:{port}") == (None, None, ())
     assert client.inter_token_latency(f"http://127.0.0.1:{port}") is None
 
 

@@ -327,9 +327,8 @@ def test_a_server_of_the_user_is_measured_one_arm_at_a_time_and_never_stopped(be
             assert f"the next phase of this run is {switch}, arm {arm}, not {other}" in err
             code, out, err = bench.run(*words, "--arm", arm, "--server-log", str(log))
             assert (code, err) == (0, "")
-            assert (
-                "states its acceptance length every 40 decode passes, which a run may not reach: start it with" in out
-            )
+            assert "states its acceptance length every 40 decode passes, which a run may not reach" in out
+            assert "start it with --decode-log-interval 2 in both arms" in out
             assert server.poll() is None
         finally:
             os.killpg(server.pid, signal.SIGKILL)
@@ -340,6 +339,26 @@ def test_a_server_of_the_user_is_measured_one_arm_at_a_time_and_never_stopped(be
     assert len(bench.measurements("phase-1-on")[0].statements) == 2
     code, out, _ = bench.run(*words, "--arm", "on")
     assert (code, "0 of 2 phases to do" in out) == (0, True)
+
+
+def test_an_old_server_of_the_user_is_measured_without_the_tokenizers_path(bench: Bench, tmp_path: Path) -> None:
+    bench.tree = tmp_path / "old"
+    standin_server.install(bench.tree, "0.5.13.post1")
+    url = f"http://127.0.0.1:{bench.port}"
+    env = {**os.environ, "PYTHONPATH": str(bench.tree), "SGLANG_GDN_ZEROCOPY": "0"}
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(bench.port)]
+    with (tmp_path / "log").open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+    try:
+        wait_for(lambda: not _refuses(bench.port), "server of the user")
+        code, out, err = bench.run("--pairs", "1", "--shapes", "4:256:1", "--base-url", url, "--arm", "off")
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert (code, err) == (0, "")
+    assert "sglang.bench_one_batch_server of 0.5.13.post1 has no --local-tokenizer-path; it is left out" in out
+    # 255 tokens at 4 per pass are more passes than the server's interval.
+    assert "states its acceptance length" not in out
 
 
 def _refuses(port: int) -> bool:
