@@ -36,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "ab",
         help="measure a stock server with the overlay off and on",
         description="Alternates phases with the overlay off and on. Each phase starts a fresh stock server with the "
-        "same arguments, runs the release's own one-batch benchmark over all shapes and stops the server. The same "
-        "command with the same --out continues an interrupted run.",
+        "same arguments, runs the release's own one-batch benchmark over all shapes, asks a few fixed prompts and "
+        "stops the server. The same command with the same --out continues an interrupted run.",
         epilog="Example: sglang-gdn-zerocopy ab --model Qwen/Qwen3.5-4B --out run -- --tp 1 --speculative-algorithm "
         "NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     )
@@ -105,7 +105,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Carry out or continue a run. Returns 0 when it is complete, 1 when it failed on the way; Ctrl-C passes through.
 
-    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log`` and ``.gsm8k.json``, and ``traces.json``.
+    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log``, ``.gsm8k.json`` and
+    ``.content.json``, and ``traces.json``.
     Raises ``CommandError`` before anything is written.
     """
     _check_server_choice(args)

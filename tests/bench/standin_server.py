@@ -61,6 +61,7 @@ _SERVER_INFO = {
     "speculative_num_draft_tokens": 4,
     "speculative_eagle_topk": None,
 }
+_DRAFT_FLAGS = ("--speculative-algorithm", "--speculative-num-draft-tokens", "--decode-log-interval")
 _SWITCHES = {"--skip-warmup", "--no-append-to-github-summary", "--profile"}
 
 
@@ -139,7 +140,15 @@ def serve(words: list[str]) -> None:
     """The server: knows a few flags, starts a child in its group, answers until it is told to stop."""
     control = _control()
     parser = argparse.ArgumentParser(prog="launch_server.py")
-    for flag in ("--model-path", "--host", "--port", "--random-seed", "--tp-size", "--cuda-graph-max-bs-decode"):
+    for flag in (
+        "--model-path",
+        "--host",
+        "--port",
+        "--random-seed",
+        "--tp-size",
+        "--cuda-graph-max-bs-decode",
+        *_DRAFT_FLAGS,
+    ):
         parser.add_argument(flag)
     parser.add_argument("--enable-linear-replayssm-spec", action="store_true")
     args = parser.parse_args([*words, "--no-such-flag"] if control.get("usage_error") else words)

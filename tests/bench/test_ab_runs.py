@@ -188,6 +188,16 @@ def test_a_row_of_another_shape_is_refused(bench: Bench) -> None:
     bench.assert_nothing_left()
 
 
+def test_a_short_shape_gets_its_acceptance_stated_in_both_arms(bench: Bench) -> None:
+    drafts = ("--speculative-algorithm", "NEXTN", "--speculative-num-draft-tokens", "4")
+    code, out, err = bench.run("--pairs", "1", "--shapes", "4:128:1", "--", *drafts)
+    assert (code, err) == (0, "")
+    assert "--decode-log-interval 32 is added for both arms" in out
+    for name in ("phase-0-off", "phase-1-on"):
+        args = bench.measurements(name)[0].environment.server_args
+        assert args == (*drafts, "--random-seed", "0", "--decode-log-interval", "32")
+
+
 def test_abba_turns_the_second_pair_round(bench: Bench) -> None:
     code, _, err = bench.run("--order", "abba", "--shapes", "4:8:1", repeats=1)
     assert (code, err) == (0, "")
