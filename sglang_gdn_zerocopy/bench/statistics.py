@@ -20,7 +20,7 @@ as the noise of one repeat or larger, 91 % with 2 pairs and 94 % with 3 or more.
 in the wide interval; more pairs are the remedy. A bootstrap (BCa) does not help here: resampling two pairs has three
 outcomes.
 
-It assumes that log ratios are about normal and that no drift runs through the whole session; medians next to the
+It assumes that log ratios are about normal and that no drift runs through the whole run; medians next to the
 interval, and the checks for unsteady phases, are there to show when that is false.
 
 Needs scipy (extra ``report``).

@@ -36,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "ab",
         help="measure a stock server with the overlay off and on",
         description="Alternates phases with the overlay off and on. Each phase starts a fresh stock server with the "
-        "same arguments, runs the release's own one-batch benchmark over all shapes and stops the server. The same "
-        "command with the same --out continues an interrupted run.",
+        "same arguments, runs the release's own one-batch benchmark over all shapes, asks a few fixed prompts and "
+        "stops the server. The same command with the same --out continues an interrupted run.",
         epilog="Example: sglang-gdn-zerocopy ab --model Qwen/Qwen3.5-4B --out run -- --tp 1 --speculative-algorithm "
         "NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     )
@@ -105,7 +105,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Carry out or continue a run. Returns 0 when it is complete, 1 when it failed on the way; Ctrl-C passes through.
 
-    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log`` and ``.gsm8k.json``, and ``traces.json``.
+    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log``, ``.gsm8k.json`` and
+    ``.content.json``, and ``traces.json``.
     Raises ``CommandError`` before anything is written.
     """
     _check_server_choice(args)
@@ -181,7 +182,7 @@ def _plan(args: argparse.Namespace, target: Target) -> tuple[Plan, list[str]]:
         server_args = (*server_args, "--random-seed", str(args.seed))
     shapes = _shapes(args.shapes)
     if external:
-        _check_server(args.base_url, target, shapes, server_args, notes)
+        _check_server(args.base_url, target, shapes, notes)
     else:
         server_args = _stating_acceptance(shapes, server_args, notes)
     settings = _gsm8k(args, notes)
@@ -196,7 +197,7 @@ def _plan(args: argparse.Namespace, target: Target) -> tuple[Plan, list[str]]:
         trace=args.trace,
         gsm8k=settings,
         external=external,
-        environment=target.environment(server_args, args.seed),
+        environment=target.environment(server_args, args.seed, external=external),
     )
     _check_programs(plan, target, notes)
     if plan.repeats < _FEWEST_REPEATS:
@@ -242,9 +243,7 @@ def _check_next_arm(given: str, needed: str, number: int) -> None:
         )
 
 
-def _check_server(
-    base_url: str, target: Target, shapes: Sequence[Shape], server_args: Sequence[str], notes: list[str]
-) -> None:
+def _check_server(base_url: str, target: Target, shapes: Sequence[Shape], notes: list[str]) -> None:
     """Refuse a server of another release; note one that will be silent about its acceptance length."""
     facts = server_facts(base_url)
     if facts.version is not None and facts.version != target.release:
@@ -252,10 +251,11 @@ def _check_server(
             f"the server at {base_url} is SGLang {facts.version} and {target.python} has {target.release}: give the "
             "python of the server's environment with --python"
         )
-    needed = acceptance.needed_interval(shapes, server_args)
-    if facts.decode_log_interval is not None and facts.decode_log_interval > needed:
+    needed = acceptance.needed_interval(shapes, facts.speculative)
+    interval = facts.decode_log_interval
+    if interval is not None and interval > needed and acceptance.speculates(facts.speculative):
         notes.append(
-            f"the server at {base_url} states its acceptance length every {facts.decode_log_interval} decode passes, "
+            f"the server at {base_url} states its acceptance length every {interval} decode passes, "
             f"which a run may not reach: start it with {acceptance.LOG_INTERVAL} {needed} in both arms"
         )
 
