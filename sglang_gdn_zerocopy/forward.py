@@ -8,6 +8,7 @@ that the conv launch will fill, and whoever turns out not to be ours finds them 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +19,22 @@ import torch
 
 from sglang_gdn_zerocopy.kernels.conv_update import Unpack, conv_update
 from sglang_gdn_zerocopy.kernels.packed_views import packed_views
+from sglang_gdn_zerocopy.kernels.recurrent_verify import FoldRing, Snapshots, recurrent_verify
 from sglang_gdn_zerocopy.ledger import Ledger
 from sglang_gdn_zerocopy.records import CallShape, Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
-from sglang_gdn_zerocopy.self_test import SelfTest, conv_shape
+from sglang_gdn_zerocopy.self_test.conv import conv_difference, conv_shape
+from sglang_gdn_zerocopy.self_test.memo import SelfTest
+from sglang_gdn_zerocopy.self_test.recurrence import recurrence_difference, recurrence_shape
 from sglang_gdn_zerocopy.upstream import adapter, patching
 from sglang_gdn_zerocopy.upstream.probe import FORWARD
-from sglang_gdn_zerocopy.upstream.releases import BACKEND_CLASS, CONV_FUNCTION, COPY_FUNCTION
+from sglang_gdn_zerocopy.upstream.releases import (
+    BACKEND_CLASS,
+    CONV_FUNCTION,
+    COPY_FUNCTION,
+    RECURRENCE_FUNCTION,
+    TRITON_VERIFY_CLASS,
+)
 
 
 class PutOff:
@@ -64,6 +74,9 @@ class _Plan:
     put_off: PutOff | None
 
 
+# Routes on which the bundled conv runs.
+_FUSED = (Route.FUSED_CONV, Route.BUNDLED)
+
 _PLAN: ContextVar[_Plan | None] = ContextVar("gdn_zerocopy_plan", default=None)
 _LAYER_CALL: ContextVar[_LayerCall | None] = ContextVar("gdn_zerocopy_layer_call", default=None)
 
@@ -82,7 +95,7 @@ class Overlay:
         self._module = module
         self._release = release
         self._self_test = SelfTest(ledger, self_test)
-        self._stock_conv = getattr(module, CONV_FUNCTION)
+        self._stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
         self._path: adapter.StockPath | None = None
 
     def patches(self) -> list[patching.Patch]:
@@ -92,6 +105,11 @@ class Overlay:
             patches.append(patching.Patch(self._module, COPY_FUNCTION, self.copy))
         if self.bundled_kernels:
             patches.append(patching.Patch(self._module, CONV_FUNCTION, self.conv))
+            # The snapshots' kernel class holds the recurrence by name; the fold ring imports it at every call.
+            holder = sys.modules[getattr(self._module, TRITON_VERIFY_CLASS).__module__]
+            recurrence = getattr(holder, RECURRENCE_FUNCTION)
+            for owner in (holder, sys.modules[recurrence.__module__]):
+                patches.append(patching.Patch(owner, RECURRENCE_FUNCTION, self.recurrence))
         return patches
 
     def model_patches(self, module: ModuleType, site: ModelSite) -> list[patching.Patch]:
@@ -140,7 +158,7 @@ class Overlay:
             if decision.route is Route.UPSTREAM:
                 return None
             mine = put_off is not None and adapter.packed_of(args, kwargs) is put_off.packed
-            return _Plan(shape, decision.route, put_off if mine and decision.route is Route.FUSED_CONV else None)
+            return _Plan(shape, decision.route, put_off if mine and decision.route in _FUSED else None)
         except Exception as error:
             self._ledger.failed("forward", error)
             return None
@@ -160,7 +178,7 @@ class Overlay:
     def conv(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's conv; inside a call planned for it, the bundled one, with the unpack that was put off."""
         plan = _PLAN.get()
-        if plan is None or plan.route is not Route.FUSED_CONV:
+        if plan is None or plan.route not in _FUSED:
             return wrapped(*args, **kwargs)
         put_off = plan.put_off
         # A launch raises before it is queued (a check, the compiler, the launcher), so nothing has been written.
@@ -195,7 +213,7 @@ class Overlay:
                 call.windows,
                 None,
             )
-            if not self._self_test.passed(shape, self._stock_conv):
+            if not self._self_test.passed(shape, lambda: conv_difference(shape, self._stock_conv)):
                 return None
         conv_update(
             x,
@@ -213,6 +231,34 @@ class Overlay:
         if put_off is not None:
             put_off.written = True
         return packed.view(-1, draft_tokens, packed.shape[1]).transpose(1, 2)
+
+    def recurrence(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Upstream's recurrence; inside a call planned for it, the bundled one."""
+        plan = _PLAN.get()
+        if plan is None or plan.route is not Route.BUNDLED:
+            return wrapped(*args, **kwargs)
+        # As with the conv: an exception comes before the launch.
+        try:
+            output = self._launch_recurrence(plan, wrapped, args, kwargs)
+        except Exception as error:
+            self._ledger.failed("recurrence", error)
+            output = None
+        if output is None:
+            return wrapped(*args, **kwargs)
+        self._ledger.count("recurrence", "bundled")
+        return output
+
+    def _launch_recurrence(
+        self, plan: _Plan, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        call = adapter.read_recurrence_call(args, kwargs)
+        kept = Snapshots(*call.kept) if len(call.kept) == len(Snapshots._fields) else FoldRing(*call.kept)
+        reciprocal = self._release.reciprocal_norm
+        shape = recurrence_shape(plan.shape.draft_tokens, call.inputs, kept, reciprocal)
+        stock_call = adapter.stock_recurrence_with(stock)
+        if not self._self_test.passed(shape, lambda: recurrence_difference(shape, stock_call)):
+            return None
+        return recurrent_verify(*call.inputs, kept, reciprocal_norm=reciprocal, overlap=shape.overlap)
 
     def layer_forward(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A model's GDN layer; in a target verify its unpack may be put off."""
@@ -261,7 +307,7 @@ class Overlay:
             self._ledger.count("unpack", "left to stock: other code stands between the model and the backend")
             return None
         shape = self._adapt.shape_of(backend, layer, call.batch, rows, qkv_dim, x.dtype)
-        if isinstance(shape, Decision) or self.routes.decide(shape).route is not Route.FUSED_CONV:
+        if isinstance(shape, Decision) or self.routes.decide(shape).route not in _FUSED:
             return None
         if ba.dtype != x.dtype or x.dim() != 2:
             return None
@@ -281,6 +327,6 @@ class Overlay:
         weight, bias, silu = adapter.conv_parameters(layer)
         conv_state, windows = adapter.conv_buffers(backend, layer)
         kernel = conv_shape(shape.num_requests, shape.draft_tokens, x, weight, bias, silu, conv_state, windows, unpack)
-        if not self._self_test.passed(kernel, self._stock_conv, stock):
+        if not self._self_test.passed(kernel, lambda: conv_difference(kernel, self._stock_conv, stock)):
             return None
         return PutOff(x, empty(rows, qkv_dim), unpack, lambda: stock(*args))

@@ -26,11 +26,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "upstream.patching": (set(), {"wrapt"}),
     "upstream.adapter": ({"records", "upstream.releases"}, {"torch"}),
     "forward": ({"records", "ledger", "upstream", "routing", "kernels", "self_test"}, {"torch"}),
-    "self_test": ({"ledger", "kernels"}, {"torch"}),
+    "self_test": ({"ledger", "kernels", "self_test"}, {"torch"}),
     "routing": ({"records", "ledger", "routing"}, {"pluggy"}),
     "kernels": (set(), {"torch", "triton"}),
     "lab": (
-        EVIDENCE | {"lab", "upstream.fingerprint", "kernels", "self_test", ""},
+        EVIDENCE | {"lab", "upstream.fingerprint", "kernels", "forward", ""},
         {"torch", "triton", "platformdirs"},
     ),
     "cli": (EVIDENCE | {"cli", "lab", "bench", "tracing"}, {"rich"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,6 +19,10 @@ from sglang_gdn_zerocopy.upstream.releases import (
     FORWARD_ARGUMENTS,
     FORWARD_CONTEXT_MODULE,
     PATH,
+    RECURRENCE_FIXED,
+    RECURRENCE_INPUTS,
+    RECURRENCE_RING,
+    RECURRENCE_SNAPSHOTS,
     TRITON_VERIFY_CLASS,
 )
 
@@ -79,6 +83,73 @@ def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvCall
         windows=windows,
         window_rows=window_rows,
     )
+
+
+def stock_conv_with(conv: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Stock's conv as a function of (rows [N * T, D], T, weight, bias, silu, conv state, slots, windows, window rows)
+    that returns packed QKV [N * T, D]."""
+
+    def call(rows: torch.Tensor, draft_tokens: int, *tensors: Any) -> torch.Tensor:
+        weight, bias, silu, conv_state, slots, windows, window_rows = tensors
+        x = rows.view(-1, draft_tokens, rows.shape[1]).transpose(1, 2)
+        indices = dict(zip(_CONV_INDICES, (slots, windows, window_rows), strict=True))
+        output: torch.Tensor = conv(x, conv_state, weight, bias, "silu" if silu else None, **indices)
+        return output.transpose(1, 2).view(rows.shape[0], -1)
+
+    return call
+
+
+class RecurrenceCall(NamedTuple):
+    """What one call of stock's recurrence works on, see ``kernels.recurrent_verify``.
+
+    ``inputs``: its first ten arguments, in order. ``kept``: the snapshots' two tensors or the ring's four.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    kept: tuple[torch.Tensor, ...]
+
+
+def read_recurrence_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecurrenceCall:
+    """The recurrence of a target-verify chain from stock's arguments.
+
+    Raises ``ValueError`` for a call with other arguments or other values of those that stock keeps fixed.
+    """
+    known = {
+        *RECURRENCE_INPUTS,
+        *RECURRENCE_FIXED,
+        *RECURRENCE_RING,
+        *RECURRENCE_SNAPSHOTS,
+        "cache_ring",
+        "cache_steps",
+    }
+    strange = kwargs.keys() - known
+    if args or strange:
+        raise ValueError(f"stock's recurrence was called with {', '.join(sorted(strange)) or 'positional arguments'}")
+    for name, value in RECURRENCE_FIXED.items():
+        given = kwargs.get(name)
+        if given is not value and given != value:
+            raise ValueError(f"stock's recurrence was called with {name}={given!r}")
+    names = RECURRENCE_RING if kwargs.get("cache_ring") else RECURRENCE_SNAPSHOTS
+    tensors = [kwargs.get(name) for name in (*RECURRENCE_INPUTS, *names)]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise ValueError("stock's recurrence was called without one of its tensors")
+    count = len(RECURRENCE_INPUTS)
+    return RecurrenceCall(tuple(tensors[:count]), tuple(tensors[count:]))  # type: ignore[arg-type]  # looked at above
+
+
+def stock_recurrence_with(recurrence: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Stock's recurrence as a function of (inputs, kept), see :class:`RecurrenceCall`, that returns the output."""
+
+    def call(inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        named: dict[str, Any] = dict(zip(RECURRENCE_INPUTS, inputs, strict=True)) | RECURRENCE_FIXED
+        if len(kept) == len(RECURRENCE_SNAPSHOTS):
+            named |= dict(zip(RECURRENCE_SNAPSHOTS, kept, strict=True)) | {"cache_steps": kept[0].shape[1]}
+        else:
+            named |= dict(zip(RECURRENCE_RING, kept, strict=True)) | {"cache_ring": True}
+        output: torch.Tensor = recurrence(**named)
+        return output
+
+    return call
 
 
 def _is_silu(activation: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Before a bundled kernel is used in a process: the same launch and stock's, on synthetic data, bit by bit."""
+"""The bundled conv against stock's unpack and conv on synthetic data of one shape."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, Unpack, choose_tile, conv_update
-from sglang_gdn_zerocopy.ledger import Ledger
+from sglang_gdn_zerocopy.self_test.memo import first_difference
 
 # Requests of the synthetic batch; the middle one is a padded row.
 _SLOTS = (1, -1, 0)
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32}
 
 
 class ConvShape(NamedTuple):
@@ -30,7 +29,7 @@ class ConvShape(NamedTuple):
     weight: tuple[int, ...]
     weight_dtype: torch.dtype
     has_bias: bool
-    activation: str | None
+    silu: bool
     state_shape: tuple[int, ...]
     state_stride: tuple[int, ...]
     windows_shape: tuple[int, ...]
@@ -38,6 +37,11 @@ class ConvShape(NamedTuple):
     heads: tuple[int, int, int, int, bool] | None
     ba_stride: int
     device: torch.device
+
+    @property
+    def kernel(self) -> str:
+        """Its name in messages."""
+        return "conv"
 
 
 def conv_shape(
@@ -65,7 +69,7 @@ def conv_shape(
         weight=tuple(weight.shape),
         weight_dtype=weight.dtype,
         has_bias=bias is not None,
-        activation="silu" if silu else None,
+        silu=silu,
         state_shape=tuple(conv_state.shape[1:]),
         state_stride=conv_state.stride(),
         windows_shape=tuple(windows.shape[1:]),
@@ -76,65 +80,31 @@ def conv_shape(
     )
 
 
-class SelfTest:
-    """Remembers, per shape, whether the bundled conv kernel gave stock's bits in this process."""
-
-    def __init__(self, ledger: Ledger, enabled: bool) -> None:
-        self._ledger = ledger
-        self._enabled = enabled
-        self._passed: dict[ConvShape, bool] = {}
-
-    def passed(
-        self, shape: ConvShape, stock_conv: Callable[..., Any], stock_unpack: Callable[..., Any] | None = None
-    ) -> bool:
-        """Whether the kernel may be used for ``shape``. The first question runs the comparison.
-
-        While a CUDA graph is captured nothing can be compared: the answer is no and is not remembered.
-        """
-        if not self._enabled:
-            return True
-        known = self._passed.get(shape)
-        if known is None:
-            if shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._ledger.count("self-test", "not run inside graph capture")
-                return False
-            differs = differing_result(shape, stock_conv, stock_unpack)
-            known = self._passed[shape] = not differs
-            if differs:
-                self._ledger.declined(f"self-test of the bundled conv kernel: {differs} is not stock's; views instead")
-            else:
-                self._ledger.count("self-test", "conv kernel equals stock's")
-        return known
-
-
-def differing_result(shape: ConvShape, stock_conv: Callable[..., Any], stock_unpack: Callable[..., Any] | None) -> str:
+def conv_difference(
+    shape: ConvShape,
+    stock_conv: Callable[..., torch.Tensor],
+    stock_unpack: Callable[..., Any] | None = None,
+) -> str:
     """The first result of the bundled kernel whose bits are not stock's; empty when all are equal.
 
-    Allocates a batch of three requests on ``shape.device`` and launches both ways there.
+    Allocates a batch of three requests on ``shape.device`` and launches both ways there. ``stock_conv`` takes what
+    ``conv_update`` takes up to the window rows and returns packed QKV; ``stock_unpack`` is the model's own.
     """
-    results = []
-    for ours in (False, True):
-        generator = torch.Generator(shape.device).manual_seed(0)
-        results.append(_run(shape, generator, ours, stock_conv, stock_unpack))
+    stock, mine = (_run(shape, ours, stock_conv, stock_unpack) for ours in (False, True))
     live = [request for request, slot in enumerate(_SLOTS) if slot >= 0]
-    for name, stock in results[0].items():
-        mine = results[1][name]
-        if name == "packed QKV":
-            # Stock leaves the rows of a request without slot unwritten as well.
-            stock, mine = (part.view(len(_SLOTS), -1)[live] for part in (stock, mine))
-        as_integer = _INTEGER_OF_SIZE[stock.element_size()]
-        if not torch.equal(stock.view(as_integer), mine.view(as_integer)):
-            return name
-    return ""
+    # Stock leaves the rows of a request without slot unwritten as well.
+    for results in (stock, mine):
+        results["packed QKV"] = results["packed QKV"].view(len(_SLOTS), -1)[live]
+    return first_difference(stock, mine)
 
 
 def _run(
     shape: ConvShape,
-    generator: torch.Generator,
     ours: bool,
-    stock_conv: Callable[..., Any],
+    stock_conv: Callable[..., torch.Tensor],
     stock_unpack: Callable[..., Any] | None,
 ) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(shape.device).manual_seed(0)
     requests, rows = len(_SLOTS), len(_SLOTS) * shape.draft_tokens
 
     def strided(size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -162,17 +132,8 @@ def _run(
         if shape.heads is not None and stock_unpack is not None:
             mixed, *rest = stock_unpack(x, ba, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
             results |= dict(zip(("z", "b", "a"), rest, strict=True))
-        out = stock_conv(
-            mixed.view(requests, shape.draft_tokens, -1).transpose(1, 2),
-            state,
-            weight,
-            bias,
-            shape.activation,
-            conv_state_indices=slots,
-            intermediate_conv_window=windows,
-            intermediate_state_indices=window_rows,
-        )
-        return results | {"packed QKV": out.transpose(1, 2).view(rows, -1)}
+        packed = stock_conv(mixed, shape.draft_tokens, weight, bias, shape.silu, state, slots, windows, window_rows)
+        return results | {"packed QKV": packed}
     unpack = None
     if shape.heads is not None:
         heads = (rows, num_v_heads)
@@ -192,7 +153,7 @@ def _run(
         shape.draft_tokens,
         weight,
         bias,
-        shape.activation is not None,
+        shape.silu,
         state,
         slots,
         windows,
