@@ -19,7 +19,7 @@ import torch
 
 from sglang_gdn_zerocopy.kernels.conv_update import Unpack, conv_update
 from sglang_gdn_zerocopy.kernels.packed_views import packed_views
-from sglang_gdn_zerocopy.kernels.recurrent_verify import FoldRing, Snapshots, recurrent_verify
+from sglang_gdn_zerocopy.kernels.recurrent_verify import FoldRing, Inputs, Snapshots, recurrent_verify
 from sglang_gdn_zerocopy.ledger import Ledger
 from sglang_gdn_zerocopy.records import CallShape, Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
@@ -253,12 +253,13 @@ class Overlay:
     ) -> torch.Tensor | None:
         call = adapter.read_recurrence_call(args, kwargs)
         kept = Snapshots(*call.kept) if len(call.kept) == len(Snapshots._fields) else FoldRing(*call.kept)
+        inputs = Inputs(*call.inputs)
         reciprocal = self._release.reciprocal_norm
-        shape = recurrence_shape(plan.shape.draft_tokens, call.inputs, kept, reciprocal)
+        shape = recurrence_shape(plan.shape.draft_tokens, inputs, kept, reciprocal)
         stock_call = adapter.stock_recurrence_with(stock)
         if not self._self_test.passed(shape, lambda: recurrence_difference(shape, stock_call)):
             return None
-        return recurrent_verify(*call.inputs, kept, reciprocal_norm=reciprocal, overlap=shape.overlap)
+        return recurrent_verify(*inputs, kept, reciprocal_norm=reciprocal, overlap=shape.overlap)
 
     def layer_forward(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A model's GDN layer; in a target verify its unpack may be put off."""

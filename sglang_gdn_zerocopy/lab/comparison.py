@@ -14,7 +14,9 @@ from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.world import World, build_world
+from sglang_gdn_zerocopy.records import Route
 
+_ROUTES = {route.value for route in Route}
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Columns of the table: a result's name and the tensors of the world that make it up.
 _COLUMNS = {
@@ -66,7 +68,10 @@ def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
             copies[on] += harness.copies - before[0]
             launches[on] += harness.launches - before[1]
             if on:
-                routes |= (_route_counts() - counts).keys() if state == "installed" else {state}
+                taken = _route_counts() - counts
+                routes |= {name for name in taken if name in _ROUTES} if state == "installed" else {state}
+                if taken[Route.BUNDLED.value] > taken["recurrence"]:
+                    routes.add("stock's recurrence")
             runs.append((output, world.tensors))
         for column, same in _compare_runs(*runs).items():
             equal[column] = equal.get(column, True) and same
@@ -105,9 +110,11 @@ def _compare_runs(
 
 
 def _route_counts() -> Counter[str]:
-    """Calls so far by the route's name."""
+    """Calls so far by the route's name, and launches of the bundled recurrence."""
     counts: Counter[str] = Counter()
     for row in overlay.status()["counts"]:
+        if row["stage"] == "recurrence":
+            counts["recurrence"] += row["count"]
         _, arrow, route = row["stage"].rpartition(" -> ")
         if arrow:
             counts[route] += row["count"]

@@ -14,6 +14,8 @@ from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.records import Route, Verdict
 from sglang_gdn_zerocopy.settings import SWITCH, UNVERIFIED, child_environment
 
+_FUSED = (Route.FUSED_CONV.value, Route.BUNDLED.value)
+
 
 @dataclass(frozen=True)
 class Outcome(CaseResult):
@@ -57,7 +59,7 @@ def judge(result: dict[str, Any], verdict: str) -> Outcome:
     """
     found = CaseResult(**result)
     before, after = found.launches_before, found.launches_after
-    if verdict == Verdict.SUPPORTED.value and found.route == Route.FUSED_CONV.value:
+    if verdict == Verdict.SUPPORTED.value and found.route in _FUSED:
         launches = before >= after >= found.layers and found.copies_after == 0
     elif verdict == Verdict.SUPPORTED.value and found.route == Route.VIEWS.value:
         launches = found.copies_before == found.layers == before - after and found.copies_after == 0

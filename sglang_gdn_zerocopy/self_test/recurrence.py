@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_gdn_zerocopy.kernels.recurrent_verify import Config, FoldRing, Snapshots, choose, recurrent_verify
+from sglang_gdn_zerocopy.kernels.recurrent_verify import (
+    Config,
+    FoldRing,
+    Inputs,
+    Snapshots,
+    choose,
+    recurrent_verify,
+)
 from sglang_gdn_zerocopy.self_test.memo import first_difference
 
 # Requests of the synthetic batch; the middle one has no slot and starts from zero.
@@ -40,14 +47,13 @@ class RecurrenceShape(NamedTuple):
 
 
 def recurrence_shape(
-    draft_tokens: int, inputs: Sequence[torch.Tensor], kept: FoldRing | Snapshots, reciprocal_norm: bool
+    draft_tokens: int, inputs: Inputs, kept: FoldRing | Snapshots, reciprocal_norm: bool
 ) -> RecurrenceShape:
     """The shape of a :func:`recurrent_verify` launch on these tensors, of which only sizes are read."""
-    state, starts = inputs[7], inputs[9]
     protocol = "ring" if isinstance(kept, FoldRing) else "snapshots"
-    device = state.device
+    device = inputs.state.device
     return RecurrenceShape(
-        config=choose(protocol, state.dtype, starts.shape[0] - 1, device),
+        config=choose(protocol, inputs.state.dtype, inputs.starts.shape[0] - 1, device),
         draft_tokens=draft_tokens,
         inputs=tuple(_layout(tensor) for tensor in inputs),
         kept=tuple(_layout(tensor) for tensor in kept),
@@ -90,7 +96,7 @@ def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Ten
     return first_difference(*results)
 
 
-def _tensors(shape: RecurrenceShape) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _tensors(shape: RecurrenceShape) -> tuple[Inputs, list[torch.Tensor]]:
     """Random inputs and NaN-filled buffers for three requests, equal at every call."""
     make = torch.Generator(shape.device).manual_seed(0)
     requests, rows = len(_SLOTS), len(_SLOTS) * shape.draft_tokens
@@ -117,4 +123,4 @@ def _tensors(shape: RecurrenceShape) -> tuple[list[torch.Tensor], list[torch.Ten
             kept[-1].fill_(float("nan"))
         else:
             kept.append(integers(part, range(requests)))
-    return inputs, kept
+    return Inputs(*inputs), kept

@@ -41,8 +41,9 @@ def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
     cases = cases_for(release.protocols, strided_unpack)
     assert [outcome.case for outcome in run.outcomes] == [case.name for case in cases]
     for case, outcome in zip(cases, run.outcomes, strict=True):
+        chain_route = "fused conv" if case.protocol is Protocol.CIRCULAR_RING else "bundled conv and recurrence"
         tree_route = "views" if release.copies else "upstream"
-        assert outcome.route == (tree_route if case.tree else "fused conv")
+        assert outcome.route == (tree_route if case.tree else chain_route)
         assert outcome.copies_before == (case.layers if release.copies else 0)
         assert outcome.copies_after == 0
         # Before 0.5.18 stock's model unpacks ratio 3 without a kernel of its own.
@@ -89,6 +90,8 @@ GOOD: dict[str, Any] = {
         ("supported", {"copies_before": 1}, False),
         ("supported", {"route": "upstream"}, False),
         ("supported", {"route": "fused conv"}, True),
+        ("supported", {"route": "bundled conv and recurrence"}, True),
+        ("supported", {"route": "bundled conv and recurrence and stock's recurrence"}, False),
         ("supported", {"route": "fused conv", "launches_after": 1}, False),
         ("supported", {"route": "fused conv", "launches_after": 5}, False),
         ("supported", {"launches_after": 3}, False),

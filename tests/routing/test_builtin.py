@@ -49,13 +49,18 @@ def test_views(change: dict[str, Any]) -> None:
     [
         {},
         {"protocol": Protocol.FOLD_RING},
-        {"protocol": Protocol.CIRCULAR_RING},
         {"copy_limit": 0},
         {"qkv_dim": 10240},
     ],
 )
-def test_the_fused_conv_for_chains(change: dict[str, Any]) -> None:
-    assert gdn_zerocopy_route(SHAPE._replace(bundled_kernels=True, **change)).route is Route.FUSED_CONV
+def test_the_bundled_kernels_for_chains(change: dict[str, Any]) -> None:
+    assert gdn_zerocopy_route(SHAPE._replace(bundled_kernels=True, **change)).route is Route.BUNDLED
+
+
+@pytest.mark.parametrize("copy_limit", [8192, 0])
+def test_the_circular_ring_keeps_its_own_verify(copy_limit: int) -> None:
+    shape = SHAPE._replace(bundled_kernels=True, protocol=Protocol.CIRCULAR_RING, copy_limit=copy_limit)
+    assert gdn_zerocopy_route(shape).route is Route.FUSED_CONV
 
 
 def test_a_tree_keeps_the_stock_conv() -> None:
