@@ -35,24 +35,35 @@ def activate() -> bool:
 
     With ``SGLANG_GDN_ZEROCOPY`` off or unset nothing is imported and nothing is patched. Otherwise the GDN backend
     is patched once it is imported, at once if it already is. Returns whether the overlay is switched on; why it is
-    not, or what became of it, is in :func:`status` and in the log. Never raises.
+    not, or what became of it, is in :func:`status` and in the log. Never raises, but in strict mode it ends the
+    process where it would be declined.
     """
     try:
         if not settings.SWITCH.read():
             _PROCESS.reason = f"{settings.SWITCH.name} is off"
             return False
+        _PROCESS.ledger.strict = settings.STRICT.read()
         wishes = settings.UNVERIFIED.read(), settings.KERNELS.read(), settings.SELFTEST.read()
     except settings.SettingError as error:
         _PROCESS.reason = str(error)
-        _PROCESS.ledger.declined(str(error))
+        _PROCESS.ledger.strict = _strict()
+        _PROCESS.ledger.refused(str(error))
         return False
     try:
         _switch_on(*wishes)
     except Exception as error:
         _PROCESS.wanted = False
         _PROCESS.reason = f"{type(error).__name__}: {error}"
-        _PROCESS.ledger.failed("activating", error)
+        _PROCESS.ledger.refused_by("activating", error)
     return _PROCESS.wanted
+
+
+def _strict() -> bool:
+    """Whether strict mode is on, also when it is not the setting that was misspelt; misspelt itself it is on."""
+    try:
+        return bool(settings.STRICT.read())
+    except settings.SettingError:
+        return True
 
 
 def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -> None:

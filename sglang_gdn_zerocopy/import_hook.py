@@ -55,7 +55,7 @@ class Installation:
 def install(module: ModuleType, ledger: Ledger, options: Options) -> Installation:
     """Probe the backend ``module`` and patch it when the probe allows.
 
-    Never raises; the outcome is said once in the log.
+    Never raises; the outcome is said once in the log. Strict mode ends the process where this declines.
     """
     try:
         package = probe.package_of(module)
@@ -63,7 +63,10 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
         report = probe.examine_package(package, version, options.allow_unverified, options.bundled_kernels)
         report = probe.examine_module(module, report)
         if not report.patchable or report.release is None:
-            ledger.declined(report.reason, logging.INFO if report.verdict in _QUIET else logging.WARNING)
+            if report.verdict is Verdict.NOT_APPLICABLE or (report.verdict is Verdict.BUILT_IN and not report.differs):
+                ledger.declined(report.reason, logging.INFO)
+            else:
+                ledger.refused(report.reason, logging.INFO if report.verdict in _QUIET else logging.WARNING)
             return Installation(report)
         if patching.is_patched(getattr(module, BACKEND_CLASS), probe.FORWARD):
             return Installation(report)
@@ -72,11 +75,14 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
 
         overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test)
         applied = patching.apply(overlay.patches())
+        if report.verdict is Verdict.SUPPORTED and report.differs:
+            # Views go on, except in strict mode.
+            ledger.refused(report.kernels_off)
         kernels = report.kernels_off or "bundled kernels after their self-test"
         ledger.installed(f"{report.reason}; {kernels}; verify calls are decided one shape at a time")
         return Installation(report, overlay, [applied])
     except Exception as error:
-        ledger.failed("installing", error)
+        ledger.refused_by("installing", error)
         return Installation(ProbeReport(Verdict.DECLINED, f"{type(error).__name__}: {error}"))
 
 
@@ -89,4 +95,4 @@ def install_model(module: ModuleType, site: ModelSite, ledger: Ledger, installat
         if not patching.is_patched(module, site.unpack_function):
             installation.applied.append(patching.apply(overlay.model_patches(module, site)))
     except Exception as error:
-        ledger.failed(f"installing on {site.module}", error)
+        ledger.refused_by(f"installing on {site.module}", error)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections import Counter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from sglang_gdn_zerocopy.records import Decision, Protocol, Route
 
@@ -53,6 +54,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        # Whether a refusal ends the process.
+        self.strict = False
 
     def reset(self) -> None:
         """Forget everything; run in a forked child."""
@@ -78,7 +81,17 @@ class Ledger:
 
     def failed(self, stage: str, error: Exception) -> None:
         """Our own code raised before anything was written; stock took over."""
-        self.declined(f"{stage} failed, stock takes over: {type(error).__name__}: {error}", logging.ERROR)
+        self.declined(_failure(stage, error), logging.ERROR)
+
+    def refused(self, reason: str, level: int = logging.WARNING) -> None:
+        """As :meth:`declined`, for what strict mode does not put up with: then this ends the process."""
+        self.declined(reason, level)
+        if self.strict:
+            stop(reason)
+
+    def refused_by(self, stage: str, error: Exception) -> None:
+        """As :meth:`failed`, for what strict mode does not put up with: then this ends the process."""
+        self.refused(_failure(stage, error), logging.ERROR)
 
     def decided(self, protocol: Protocol | None, decision: Decision) -> None:
         """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
@@ -91,3 +104,27 @@ class Ledger:
     def as_rows(self) -> list[dict[str, object]]:
         """The counts, most frequent first: stage, reason, count."""
         return [{"stage": s, "reason": r, "count": n} for (s, r), n in self.counts.most_common()]
+
+
+def _failure(stage: str, error: Exception) -> str:
+    return f"{stage} failed, stock takes over: {type(error).__name__}: {error}"
+
+
+def stop(reason: str) -> NoReturn:
+    """End this process with one line and exit code 1.
+
+    SGLang's plugin loader, its model registry and its scheduler all catch ``Exception``; none catches ``SystemExit``.
+    A child of a server is ended at once instead: on its way out the interpreter would wait for threads and process
+    groups of a half-started rank, while SGLang's parent looks only at whether its children are alive.
+    """
+    from multiprocessing import parent_process
+
+    text = f"GDN zero-copy stopped (pid {os.getpid()}): SGLANG_GDN_ZEROCOPY_STRICT=1 and {reason}"
+    if parent_process() is None:
+        raise SystemExit(text)
+    LOGGER.critical("%s", text)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(1)

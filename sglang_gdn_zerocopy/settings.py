@@ -25,6 +25,13 @@ def _parse_text(text: str) -> str:
     return text.strip()
 
 
+def _parse_count(text: str) -> int:
+    word = text.strip()
+    if not word.isdecimal():
+        raise ValueError("use a whole number, 0 for never")
+    return int(word)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One variable. ``parse`` turns its text into a value, or raises ``ValueError`` with the remedy."""
@@ -69,6 +76,19 @@ SELFTEST = Setting(
     _parse_switch,
     "0 skips the comparison with stock's kernels that a bundled kernel has to pass in a process before its first use.",
 )
+STRICT = Setting(
+    "SGLANG_GDN_ZEROCOPY_STRICT",
+    "0",
+    _parse_switch,
+    "1 stops the process, with the reason, where the overlay is asked for and would be declined: a setting that is not "
+    "understood, a build that is not in the table or was edited, a self-test that fails. No effect while it is off.",
+)
+STATUS_DIR = Setting(
+    "SGLANG_GDN_ZEROCOPY_STATUS_DIR",
+    "",
+    _parse_text,
+    "Folder where each process keeps a small JSON file of what is live in it, for `doctor --live`. Default: none.",
+)
 CACHE = Setting(
     "SGLANG_GDN_ZEROCOPY_CACHE",
     "",
@@ -76,7 +96,7 @@ CACHE = Setting(
     "Folder for the stock wheels that `check` fetches. Default: the user's cache folder.",
 )
 
-SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, CACHE)
+SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, STRICT, STATUS_DIR, CACHE)
 
 # SGLang's own allow-list of plugin names; read here, never written.
 SGLANG_PLUGINS = Setting("SGLANG_PLUGINS", "", _parse_text, "SGLang's allow-list of plugin names.")

@@ -86,11 +86,12 @@ def examine_package(
         differs = differing_bodies(package, release.fingerprints)
         reason = f"this SGLang {version} is not the released one: {'; '.join(differs)} differs; {REMEDY}"
     if release is not None and not differs:
-        kernels_off = _kernels_off(package, release, want_kernels)
+        edited = differing_bodies(package, release.kernel_fingerprints) if want_kernels else ()
+        kernels_off = _kernels_off(edited, want_kernels)
         if release.copies or not kernels_off:
-            return ProbeReport(Verdict.SUPPORTED, f"SGLang {version}, stock", version, release, kernels_off=kernels_off)
+            return ProbeReport(Verdict.SUPPORTED, f"SGLang {version}, stock", version, release, edited, kernels_off)
         reason = f"built in: SGLang {version} reads packed QKV through views itself; {kernels_off}"
-        return ProbeReport(Verdict.BUILT_IN, reason, version, release, kernels_off=kernels_off)
+        return ProbeReport(Verdict.BUILT_IN, reason, version, release, edited, kernels_off)
     if not allow_unverified:
         return ProbeReport(Verdict.DECLINED, reason, version, None, differs)
     release = release or nearest_release(version)
@@ -100,11 +101,10 @@ def examine_package(
     )
 
 
-def _kernels_off(package: Path, release: Release, wanted: bool) -> str:
+def _kernels_off(differs: tuple[str, ...], wanted: bool) -> str:
     """Why the bundled kernels may not be used; empty when they may."""
     if not wanted:
         return "bundled kernels are off (SGLANG_GDN_ZEROCOPY_KERNELS=0)"
-    differs = differing_bodies(package, release.kernel_fingerprints)
     return f"no bundled kernel: {'; '.join(differs)} differs from the released one" if differs else ""
 
 
