@@ -43,6 +43,7 @@ def activate() -> bool:
             _PROCESS.reason = f"{settings.SWITCH.name} is off"
             return False
         _PROCESS.ledger.strict = settings.STRICT.read()
+        folder = settings.STATUS_DIR.read()
         wishes = settings.UNVERIFIED.read(), settings.KERNELS.read(), settings.SELFTEST.read()
     except settings.SettingError as error:
         _PROCESS.reason = str(error)
@@ -50,12 +51,27 @@ def activate() -> bool:
         _PROCESS.ledger.refused(str(error))
         return False
     try:
+        if folder:
+            _report_to(folder)
         _switch_on(*wishes)
     except Exception as error:
         _PROCESS.wanted = False
         _PROCESS.reason = f"{type(error).__name__}: {error}"
         _PROCESS.ledger.refused_by("activating", error)
+    _tell()
     return _PROCESS.wanted
+
+
+def _report_to(folder: str) -> None:
+    from sglang_gdn_zerocopy.status_file import StatusFile
+
+    if _PROCESS.ledger.reporter is None:
+        _PROCESS.ledger.reporter = StatusFile(folder, status)
+
+
+def _tell() -> None:
+    if _PROCESS.ledger.reporter is not None:
+        _PROCESS.ledger.reporter.changed()
 
 
 def _strict() -> bool:
@@ -78,6 +94,7 @@ def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -
         _PROCESS.awaited.discard(module.__name__)
         if _PROCESS.wanted:
             _install(module, options)
+            _tell()
 
     if not _PROCESS.fork_guarded:
         os.register_at_fork(after_in_child=_PROCESS.ledger.reset)
@@ -115,6 +132,13 @@ def deactivate() -> tuple[str, ...]:
     """
     _PROCESS.wanted = False
     _PROCESS.reason = "deactivate() was called"
+    try:
+        return _switch_off()
+    finally:
+        _tell()
+
+
+def _switch_off() -> tuple[str, ...]:
     installation = _PROCESS.installation
     if installation is None or installation.overlay is None:
         _PROCESS.installation = None
@@ -132,10 +156,14 @@ def status() -> dict[str, Any]:
     """This process's overlay as plain data.
 
     ``state``: "off", "waiting" (the backend is not imported yet), "installed", "built in", "not applicable" or
-    "declined", with its ``reason``. ``release``: the SGLang version seen. ``bundled_kernels``: they may be used here.
+    "declined", with its ``reason``. ``version``: the overlay's. ``release``: the SGLang version seen.
+    ``bundled_kernels``: they may be used here.
+    ``kernels``: per shape how a bundled kernel is compiled and what its self-test said.
     ``policies``: route policies, first asked first. ``covered``: patches that others wrapped or replaced since;
     ``lost``: those no call reaches any more. ``copies_avoided`` and ``counts``: what happened so far.
     """
+    from sglang_gdn_zerocopy import __version__
+
     installation = _PROCESS.installation
     report = installation.report if installation else None
     overlay = installation.overlay if installation else None
@@ -149,8 +177,10 @@ def status() -> dict[str, Any]:
         "pid": os.getpid(),
         "state": state,
         "reason": reason,
+        "version": __version__,
         "release": report.version if report else "",
         "bundled_kernels": bool(overlay and overlay.bundled_kernels),
+        "kernels": overlay.kernels() if overlay else [],
         "policies": list(overlay.routes.policies) if overlay else [],
         "covered": installation.covered() if installation else [],
         "lost": installation.lost() if installation else [],

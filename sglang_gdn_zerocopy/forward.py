@@ -98,6 +98,10 @@ class Overlay:
         self._stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
         self._path: adapter.StockPath | None = None
 
+    def kernels(self) -> list[dict[str, str]]:
+        """The bundled kernels by shape: how each is compiled and what its self-test said."""
+        return self._self_test.as_rows()
+
     def patches(self) -> list[patching.Patch]:
         """What to put on the backend's module: the forward, and what it calls that a route replaces."""
         patches = [patching.Patch(getattr(self._module, BACKEND_CLASS), FORWARD, self.forward_extend)]
@@ -129,6 +133,7 @@ class Overlay:
         # Under torch.compile's tracer nothing of ours may run: no lookups, no counting, no logging.
         if not self.live or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
+        self._ledger.pulse()
         call = _LAYER_CALL.get()
         put_off = call.put_off if call is not None else None
         plan = self._plan(instance, args, kwargs, put_off)

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from typing import NamedTuple, NoReturn
+from typing import Protocol as Interface
 
 from sglang_gdn_zerocopy.records import Decision, Protocol, Route
 
@@ -46,6 +47,16 @@ def parse_statement(line: str) -> Statement | None:
     )
 
 
+class Reporter(Interface):
+    """Keeps others posted about the ledger. Neither call raises."""
+
+    def changed(self) -> None:
+        """Something happened for the first time."""
+
+    def pulse(self) -> None:
+        """A call went by; must cost next to nothing."""
+
+
 class Ledger:
     """Per-process counts. A forked child starts from zero (see :meth:`reset`)."""
 
@@ -56,6 +67,7 @@ class Ledger:
         self.counts: Counter[tuple[str, str]] = Counter()
         # Whether a refusal ends the process.
         self.strict = False
+        self.reporter: Reporter | None = None
 
     def reset(self) -> None:
         """Forget everything; run in a forked child."""
@@ -67,7 +79,15 @@ class Ledger:
         if key not in self.counts and len(self.counts) >= self._LIMIT:
             key = (stage, "more reasons than the ledger keeps")
         self.counts[key] += 1
-        return self.counts[key] == 1
+        first = self.counts[key] == 1
+        if first and self.reporter is not None:
+            self.reporter.changed()
+        return first
+
+    def pulse(self) -> None:
+        """Called once per call of the backend's forward, for what is done every few seconds."""
+        if self.reporter is not None:
+            self.reporter.pulse()
 
     def installed(self, reason: str) -> None:
         """The overlay was put on the backend."""

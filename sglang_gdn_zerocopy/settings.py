@@ -101,6 +101,10 @@ SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, STRICT, STATUS_DIR, CACHE)
 # SGLang's own allow-list of plugin names; read here, never written.
 SGLANG_PLUGINS = Setting("SGLANG_PLUGINS", "", _parse_text, "SGLang's allow-list of plugin names.")
 
+# A launcher's own numbering of its processes; read here, never written.
+RANK = Setting("RANK", "-1", int, "The process's number, as launchers set it.")
+WORLD_SIZE = Setting("WORLD_SIZE", "-1", int, "How many processes there are, as launchers set it.")
+
 
 def child_environment(**changes: str) -> dict[str, str]:
     """A copy of this process's environment with ``changes`` applied, for a child process."""

@@ -18,7 +18,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "settings": (set(), set()),
     "records": (set(), set()),
     "ledger": ({"records"}, set()),
-    "activation": ({"settings", "ledger", "import_hook", "upstream.releases"}, {"wrapt"}),
+    "activation": (
+        {"settings", "ledger", "import_hook", "status_file", "upstream.releases", "__version__"},
+        {"wrapt"},
+    ),
+    "status_file": ({"settings"}, set()),
     "import_hook": ({"records", "ledger", "upstream", "forward"}, set()),
     "upstream.fingerprint": (set(), set()),
     "upstream.releases": ({"records"}, set()),
@@ -33,7 +37,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         EVIDENCE | {"lab", "upstream.fingerprint", "kernels", "forward", ""},
         {"torch", "triton", "platformdirs"},
     ),
-    "cli": (EVIDENCE | {"cli", "lab", "bench", "tracing"}, {"rich"}),
+    "cli": (EVIDENCE | {"cli", "lab", "bench", "tracing", "status_file"}, {"rich"}),
     "bench": (EVIDENCE | {"bench", "tracing"}, {"rich", "scipy", "numpy", "matplotlib", "packaging"}),
     "tracing": (EVIDENCE | {"tracing"}, {"rich"}),
 }

@@ -37,7 +37,7 @@ print("serving", json.dumps(sglang_gdn_zerocopy.status()))
 """
 
 
-def run(code: str, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -48,7 +48,7 @@ def run(code: str, *arguments: str, **environment: str) -> "subprocess.Completed
     )
 
 
-def assert_stopped(done: "subprocess.CompletedProcess[str]", reason: str) -> None:
+def assert_stopped(done: subprocess.CompletedProcess[str], reason: str) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "serving" not in done.stdout
     assert "swallowed" not in done.stdout

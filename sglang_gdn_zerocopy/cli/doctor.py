@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_gdn_zerocopy import settings
+from sglang_gdn_zerocopy.cli import live
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.cli.model_config import GdnModel, read_model
 from sglang_gdn_zerocopy.records import ProbeReport, Verdict
@@ -66,12 +67,27 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="load SGLang's plugins and its GDN backend in a child process and look at the patched functions there",
     )
+    parser.add_argument(
+        "--live",
+        type=Path,
+        metavar="DIR",
+        help="read the status files of running processes (SGLANG_GDN_ZEROCOPY_STATUS_DIR) instead; exit code 1 when a "
+        "scheduler process is missing or on another route than its siblings, those of the same parent process",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="with --live: scheduler processes that each server has on this machine (default: its world size)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings. Returns 0 or 1; bad input raises CommandError."""
+    if args.live is not None:
+        return live.run(args.live, args.ranks, args.json)
     findings = list(examine(args.model, args.tp, args.in_process))
     declined = any(finding.state is State.DECLINED for finding in findings)
     idle = any(finding.state is State.NOT_APPLICABLE for finding in findings)

@@ -43,6 +43,11 @@ class ConvShape(NamedTuple):
         """Its name in messages."""
         return "conv"
 
+    @property
+    def choice(self) -> Tile:
+        """How it is compiled."""
+        return self.tile
+
 
 def conv_shape(
     num_requests: int,

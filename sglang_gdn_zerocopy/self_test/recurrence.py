@@ -45,6 +45,11 @@ class RecurrenceShape(NamedTuple):
         """Its name in messages."""
         return "recurrence"
 
+    @property
+    def choice(self) -> Config:
+        """How it is compiled."""
+        return self.config
+
 
 def recurrence_shape(
     draft_tokens: int, inputs: Inputs, kept: FoldRing | Snapshots, reciprocal_norm: bool
