@@ -97,6 +97,11 @@ class Overlay:
         self._self_test = SelfTest(ledger, self_test)
         self._stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
         self._path: adapter.StockPath | None = None
+        self._backend_class = getattr(module, BACKEND_CLASS)
+        self._nobody_else = (
+            patching.Outermost(self._backend_class, FORWARD),
+            patching.Outermost(module, CONV_FUNCTION),
+        )
 
     def kernels(self) -> list[dict[str, str]]:
         """The bundled kernels by shape: how each is compiled and what its self-test said."""
@@ -119,7 +124,11 @@ class Overlay:
     def model_patches(self, module: ModuleType, site: ModelSite) -> list[patching.Patch]:
         """What to put on a model's module: its layer's forward and the unpack that this calls."""
 
+        nobody_else = patching.Outermost(module, site.unpack_function)
+
         def unpack(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not nobody_else():
+                return wrapped(*args, **kwargs)
             return self.unpack(wrapped, args, kwargs, site.interleaved)
 
         self._path = self._path or adapter.StockPath()
@@ -168,9 +177,18 @@ class Overlay:
             self._ledger.failed("forward", error)
             return None
 
+    def _is_others(self, stage: str, wrapped: Any) -> bool:
+        """Whether others were at a function of stock's before us: what they made of it is not ours to replace."""
+        if patching.is_bare(wrapped):
+            return False
+        code = getattr(wrapped, "__code__", None)
+        place = code.co_filename if code is not None else type(wrapped).__name__
+        self._ledger.declined(f"the {stage} was hooked by code of {place} before us; left to it")
+        return True
+
     def copy(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's copy of packed QKV; inside a planned call, views of it."""
-        if _PLAN.get() is None:
+        if _PLAN.get() is None or self._is_others("copy", wrapped):
             return wrapped(*args, **kwargs)
         try:
             views = packed_views(*args, **kwargs)
@@ -183,7 +201,7 @@ class Overlay:
     def conv(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's conv; inside a call planned for it, the bundled one, with the unpack that was put off."""
         plan = _PLAN.get()
-        if plan is None or plan.route not in _FUSED:
+        if plan is None or plan.route not in _FUSED or self._is_others("conv", wrapped):
             return wrapped(*args, **kwargs)
         put_off = plan.put_off
         # A launch raises before it is queued (a check, the compiler, the launcher), so nothing has been written.
@@ -240,7 +258,7 @@ class Overlay:
     def recurrence(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's recurrence; inside a call planned for it, the bundled one."""
         plan = _PLAN.get()
-        if plan is None or plan.route is not Route.BUNDLED:
+        if plan is None or plan.route is not Route.BUNDLED or self._is_others("recurrence", wrapped):
             return wrapped(*args, **kwargs)
         # As with the conv: an exception comes before the launch.
         try:
@@ -302,6 +320,11 @@ class Overlay:
         unpack = call.put_off.unpack
         return call.put_off.packed, unpack.z, unpack.b, unpack.a
 
+    def _sees_it_first(self, backend: Any) -> bool:
+        """Whether no code of others can look at packed QKV before our conv has written it."""
+        own = type(backend) is self._backend_class and FORWARD not in vars(backend)
+        return own and all(place() for place in self._nobody_else)
+
     def _put_off(
         self, call: _LayerCall, stock: Callable[..., Any], args: tuple[Any, ...], interleaved: bool
     ) -> PutOff | None:
@@ -309,7 +332,7 @@ class Overlay:
         layer, rows = call.layer, x.shape[0]
         qkv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
         backend = self._path.backend_of(layer) if self._path is not None else None
-        if backend is None:
+        if backend is None or not self._sees_it_first(backend):
             self._ledger.count("unpack", "left to stock: other code stands between the model and the backend")
             return None
         shape = self._adapt.shape_of(backend, layer, call.batch, rows, qkv_dim, x.dtype)

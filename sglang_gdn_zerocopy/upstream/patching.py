@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import wrapt
@@ -93,6 +94,30 @@ def _markers(value: Any) -> list[Patch]:
 def is_patched(owner: Any, name: str) -> bool:
     """Whether a wrapper of ours is anywhere in the chain of ``owner``'s own attribute."""
     return bool(_markers(vars(owner).get(name)))
+
+
+def is_bare(value: Any) -> bool:
+    """Whether ``value`` is a function that wraps no other, as SGLang's own are that we patch."""
+    return isinstance(value, FunctionType) and not hasattr(value, "__wrapped__")
+
+
+class Outermost:
+    """Whether attribute ``name`` of ``owner`` is our wrapper around a bare function, with no one else's code outside
+    or inside it. Cheap to ask again: the answer is remembered for as long as the same object stands there."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._place = vars(owner)
+        self._name = name
+        self._known: Any = None
+        self._answer = False
+
+    def __call__(self) -> bool:
+        value = self._place.get(self._name)
+        if value is not self._known:
+            ours = type(value) is wrapt.FunctionWrapper and getattr(value, _MARKER, None) is not None
+            self._answer = ours and is_bare(value.__wrapped__)
+            self._known = value
+        return self._answer
 
 
 def apply(patches: Sequence[Patch]) -> Applied:
