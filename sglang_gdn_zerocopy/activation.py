@@ -44,7 +44,7 @@ def activate() -> bool:
             return False
         _PROCESS.ledger.strict = settings.STRICT.read()
         folder = settings.STATUS_DIR.read()
-        wishes = settings.UNVERIFIED.read(), settings.KERNELS.read(), settings.SELFTEST.read()
+        wishes = settings.UNVERIFIED.read(), settings.KERNELS.read(), settings.SELFTEST.read(), settings.SHADOW.read()
     except settings.SettingError as error:
         _PROCESS.reason = str(error)
         _PROCESS.ledger.strict = _strict()
@@ -53,7 +53,7 @@ def activate() -> bool:
     try:
         if folder:
             _report_to(folder)
-        _switch_on(*wishes)
+        _switch_on(*wishes, folder)
     except Exception as error:
         _PROCESS.wanted = False
         _PROCESS.reason = f"{type(error).__name__}: {error}"
@@ -82,13 +82,15 @@ def _strict() -> bool:
         return True
 
 
-def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -> None:
+def _switch_on(
+    allow_unverified: bool, bundled_kernels: bool, self_test: bool, shadow_every: int, status_folder: str
+) -> None:
     import wrapt
 
     from sglang_gdn_zerocopy import import_hook
     from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
 
-    options = import_hook.Options(allow_unverified, bundled_kernels, self_test)
+    options = import_hook.Options(allow_unverified, bundled_kernels, self_test, shadow_every, status_folder)
 
     def on_import(module: ModuleType) -> None:
         _PROCESS.awaited.discard(module.__name__)
@@ -102,7 +104,8 @@ def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -
     _PROCESS.wanted = True
     _PROCESS.reason = "waiting for the GDN backend to be imported"
     if _PROCESS.installation is not None and _PROCESS.installation.overlay is not None:
-        _PROCESS.installation.overlay.live = True
+        # What shadow mode found outlives a second call of this function.
+        _PROCESS.installation.overlay.live = not _PROCESS.installation.overlay.gave_up
         return
     names = [name for name in (BACKEND_MODULE, *(site.module for site in MODELS)) if name not in _PROCESS.awaited]
     # All are awaited before the first hook is registered, which runs at once for a module that is there.
@@ -156,7 +159,8 @@ def status() -> dict[str, Any]:
     """This process's overlay as plain data.
 
     ``state``: "off", "waiting" (the backend is not imported yet), "installed", "built in", "not applicable" or
-    "declined", with its ``reason``. ``version``: the overlay's. ``release``: the SGLang version seen.
+    "declined", or "fell back" after shadow mode found a difference; with its ``reason``. ``version``: the overlay's.
+    ``release``: the SGLang version seen.
     ``bundled_kernels``: they may be used here.
     ``kernels``: per shape how a bundled kernel is compiled and what its self-test said.
     ``policies``: route policies, first asked first. ``covered``: patches that others wrapped or replaced since;
@@ -173,6 +177,8 @@ def status() -> dict[str, Any]:
         state, reason = "waiting", _PROCESS.reason
     else:
         state, reason = ("installed" if overlay else report.verdict.value), report.reason
+        if overlay and overlay.gave_up:
+            state, reason = "fell back", overlay.gave_up
     return {
         "pid": os.getpid(),
         "state": state,

@@ -8,10 +8,12 @@ that the conv launch will fill, and whoever turns out not to be ours finds them 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +28,7 @@ from sglang_gdn_zerocopy.routing.manager import RouteManager
 from sglang_gdn_zerocopy.self_test.conv import conv_difference, conv_shape
 from sglang_gdn_zerocopy.self_test.memo import SelfTest
 from sglang_gdn_zerocopy.self_test.recurrence import recurrence_difference, recurrence_shape
+from sglang_gdn_zerocopy.shadow import Shadow, Touched
 from sglang_gdn_zerocopy.upstream import adapter, patching
 from sglang_gdn_zerocopy.upstream.probe import FORWARD
 from sglang_gdn_zerocopy.upstream.releases import (
@@ -54,6 +57,11 @@ class PutOff:
             for mine, theirs in zip((self.packed, self.unpack.z, self.unpack.b, self.unpack.a), results, strict=True):
                 mine.copy_(theirs)
             self.written = True
+
+    def write_again(self) -> None:
+        """Fill them with the results of stock's unpack, whoever filled them before."""
+        self.written = False
+        self.write()
 
 
 @dataclass
@@ -85,9 +93,19 @@ class Overlay:
     """The wrappers of one imported backend module. ``live`` off makes them pass everything through."""
 
     def __init__(
-        self, module: ModuleType, release: Release, ledger: Ledger, bundled_kernels: bool, self_test: bool
+        self,
+        module: ModuleType,
+        release: Release,
+        ledger: Ledger,
+        bundled_kernels: bool,
+        self_test: bool,
+        shadow_every: int = 0,
+        shadow_folder: str = "",
     ) -> None:
         self.live = True
+        # Why this process stays with stock; empty while it does not.
+        self.gave_up = ""
+        self._shadow = Shadow(shadow_every, shadow_folder, ledger, self._give_up) if shadow_every else None
         self.bundled_kernels = bundled_kernels
         self.routes = RouteManager(ledger)
         self._adapt = adapter.Adapter(module, release, bundled_kernels)
@@ -150,11 +168,51 @@ class Overlay:
             put_off.write()
         if plan is None:
             return wrapped(*args, **kwargs)
+        if self._shadow is not None:
+            return self._shadowed(self._shadow, plan, wrapped, instance, args, kwargs)
+        return self._planned(plan, wrapped, args, kwargs)
+
+    def _planned(self, plan: _Plan, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token = _PLAN.set(plan)
         try:
             return wrapped(*args, **kwargs)
         finally:
             _PLAN.reset(token)
+
+    def _shadowed(
+        self, shadow: Shadow, plan: _Plan, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        put_off = plan.put_off
+        touched = None
+        try:
+            rows = adapter.rows_of(args, kwargs)
+            handed_out = {}
+            if put_off is not None:
+                rows = {"projection": put_off.x, "gates": put_off.unpack.ba}
+                handed_out = {"z": put_off.unpack.z, "b": put_off.unpack.b, "a": put_off.unpack.a}
+            if shadow.due(plan.shape.layer_id, next(iter(rows.values())).device):
+                buffers = adapter.verify_buffers(backend, adapter.layer_in(args, kwargs), plan.shape.num_requests)
+                touched = Touched(rows, *buffers)
+        except Exception as error:
+            self._ledger.failed("shadow", error)
+        if touched is None:
+            return self._planned(plan, wrapped, args, kwargs)
+
+        def stock() -> Any:
+            if put_off is not None:
+                put_off.write_again()
+            return wrapped(*args, **kwargs)
+
+        facts = {name: str(getattr(value, "value", value)) for name, value in plan.shape._asdict().items()}
+        facts |= {"release": self._release.version, "route": plan.route.value}
+        ours = partial(self._planned, plan, wrapped, args, kwargs)
+        return shadow.run(plan.shape.layer_id, facts, touched, handed_out, ours, stock)
+
+    def _give_up(self, reason: str) -> None:
+        """Stock from the next call on, for the rest of this process."""
+        self.live = False
+        self.gave_up = reason
+        self._ledger.declined(f"{reason}; stock from here on, but for graphs captured before", logging.ERROR)
 
     def _plan(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], put_off: PutOff | None

@@ -24,6 +24,8 @@ class Options(NamedTuple):
     allow_unverified: bool
     bundled_kernels: bool
     self_test: bool
+    shadow_every: int = 0
+    status_folder: str = ""
 
 
 @dataclass
@@ -73,7 +75,8 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
         # torch and pluggy come in here at the earliest: a declined import needs neither.
         from sglang_gdn_zerocopy.forward import Overlay
 
-        overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test)
+        shadow = options.shadow_every, options.status_folder
+        overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test, *shadow)
         applied = patching.apply(overlay.patches())
         if report.verdict is Verdict.SUPPORTED and report.differs:
             # Views go on, except in strict mode.

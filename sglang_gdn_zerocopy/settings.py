@@ -89,6 +89,13 @@ STATUS_DIR = Setting(
     _parse_text,
     "Folder where each process keeps a small JSON file of what is live in it, for `doctor --live`. Default: none.",
 )
+SHADOW = Setting(
+    "SGLANG_GDN_ZEROCOPY_SHADOW",
+    "0",
+    _parse_count,
+    "N above 0: outside CUDA graphs, every Nth call of each layer runs stock as well, on the same data, and compares "
+    "every bit. The answer of such a call is stock's; after a difference the process stays with stock.",
+)
 CACHE = Setting(
     "SGLANG_GDN_ZEROCOPY_CACHE",
     "",
@@ -96,7 +103,7 @@ CACHE = Setting(
     "Folder for the stock wheels that `check` fetches. Default: the user's cache folder.",
 )
 
-SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, STRICT, STATUS_DIR, CACHE)
+SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, STRICT, STATUS_DIR, SHADOW, CACHE)
 
 # SGLang's own allow-list of plugin names; read here, never written.
 SGLANG_PLUGINS = Setting("SGLANG_PLUGINS", "", _parse_text, "SGLang's allow-list of plugin names.")

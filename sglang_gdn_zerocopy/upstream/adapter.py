@@ -12,6 +12,8 @@ import torch
 from sglang_gdn_zerocopy.records import CallShape, Consumer, Decision, Protocol, Release, Route
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
+    CACHE_RESULTS,
+    CACHE_STATE,
     CONV_ARGUMENTS,
     CONV_KEYWORDS,
     COPY_LIMIT,
@@ -19,6 +21,7 @@ from sglang_gdn_zerocopy.upstream.releases import (
     FORWARD_ARGUMENTS,
     FORWARD_CONTEXT_MODULE,
     PATH,
+    POOL_CURSORS,
     RECURRENCE_FIXED,
     RECURRENCE_INPUTS,
     RECURRENCE_RING,
@@ -170,6 +173,57 @@ def conv_parameters(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool
 def packed_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The packed QKV in the arguments of the backend's forward."""
     return args[2] if len(args) > 2 else kwargs[FORWARD_ARGUMENTS[2]]
+
+
+class VerifyBuffers(NamedTuple):
+    """The tensors behind one target-verify call of a layer, see :class:`sglang_gdn_zerocopy.shadow.Touched`."""
+
+    state: torch.Tensor
+    kept: dict[str, torch.Tensor]
+    results: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
+def verify_buffers(backend: Any, layer: Any, num_requests: int) -> VerifyBuffers:
+    """All that a target verify of ``layer`` may write, and what it reads beside the rows that come in."""
+    pool = backend.req_to_token_pool.mamba_pool
+    cache = vars(backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id))
+    kept: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
+    for name, value in cache.items():
+        several = isinstance(value, (list, tuple))
+        for index, tensor in enumerate(value if several else (value,)):
+            if isinstance(tensor, torch.Tensor) and name != CACHE_STATE:
+                into = results if name in CACHE_RESULTS else kept
+                into[f"{name}[{index}]" if several else name] = tensor
+    for name in POOL_CURSORS:
+        # Two names may stand for one tensor.
+        cursor = getattr(pool, name, None)
+        if isinstance(cursor, torch.Tensor) and all(cursor is not known for known in kept.values()):
+            kept[name] = cursor
+    named = {"weight": layer.conv_weights, "bias": layer.bias, "A_log": layer.A_log, "dt_bias": layer.dt_bias}
+    metadata = backend.forward_metadata
+    return VerifyBuffers(
+        state=cache[CACHE_STATE],
+        kept=kept,
+        results=results,
+        parameters={name: tensor.detach() for name, tensor in named.items() if tensor is not None},
+        slots=metadata.mamba_cache_indices[:num_requests],
+        starts=metadata.query_start_loc,
+    )
+
+
+def rows_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Packed QKV and the gates in the arguments of the backend's forward."""
+    known = dict(zip(FORWARD_ARGUMENTS, args, strict=False)) | dict(kwargs)
+    return {name: known[name] for name in FORWARD_ARGUMENTS[2:]}
+
+
+def layer_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The attention layer in the arguments of the backend's forward."""
+    return args[0] if args else kwargs[FORWARD_ARGUMENTS[0]]
 
 
 class StockPath:

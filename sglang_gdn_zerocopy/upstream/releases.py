@@ -76,6 +76,10 @@ STOCK_COPY_LIMIT = 8192
 
 # The named arguments of the forward, in upstream's order, and what the hybrid backend passes beside them.
 FORWARD_ARGUMENTS = ("layer", "forward_batch", "mixed_qkv", "a", "b")
+# A layer's buffers in the pool: what a verify only writes, the recurrent state, and the cursors that all layers share.
+CACHE_RESULTS = ("intermediate_ssm", "intermediate_conv_window")
+CACHE_STATE = "temporal"
+POOL_CURSORS = ("replayssm_write_pos", "replayssm_spec_write_pos", "replayssm_cache_base", "replayssm_is_flush")
 _ALWAYS_PASSED = frozenset({"q", "k", "v", "save_kv_cache"})
 _WITH_OUTPUT = _ALWAYS_PASSED | {"linear_attn_output"}
 
