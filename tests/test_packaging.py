@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,17 +34,27 @@ def run(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tree, so that no build folder is left in it."""
-    folder = tmp_path_factory.mktemp("build")
+def build(folder: Path, changed: float | None = None, **environment: str) -> Path:
+    """A wheel built in ``folder`` from a copy of the tree, so that no build folder is left in it.
+
+    ``changed``: when all files of the copy were changed last.
+    """
     source = folder / "source"
     shutil.copytree(
         ROOT, source, ignore=shutil.ignore_patterns(".git", ".*", "build", "dist", "*.egg-info", "__pycache__")
     )
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "dist"), str(source))
+    for path in source.rglob("*"):
+        if changed is not None:
+            os.utime(path, (changed, changed))
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "dist"), str(source), **environment)
     (built,) = (folder / "dist").glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as anyone would build it."""
+    return build(tmp_path_factory.mktemp("build"))
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +75,89 @@ def test_the_wheel_holds_only_our_files(wheel: Path) -> None:
     source = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sglang_gdn_zerocopy").rglob("*.py")}
     assert source == {name for name in ours if name.endswith(".py")}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_two_builds_of_one_commit_are_one_file(tmp_path: Path) -> None:
+    """Other folders and file times, the same bytes: SOURCE_DATE_EPOCH is all that a builder has to set."""
+    digests = set()
+    for name, changed in (("one", 1.6e9), ("two", 1.65e9)):
+        (tmp_path / name).mkdir()
+        built = build(tmp_path / name, changed, SOURCE_DATE_EPOCH="1700000000")
+        digests.add(hashlib.sha256(built.read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+OFFLINE = """
+import os, pathlib, sys
+
+def watch(event, arguments):
+    if event in ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"):
+        print("network:", event, arguments, file=sys.stderr)
+        os._exit(3)
+    if event == "subprocess.Popen" and "pip" in map(str, arguments[1]):
+        print("pip:", arguments, file=sys.stderr)
+        os._exit(3)
+
+sys.addaudithook(watch)
+if sys.argv[2] == "self-test of the watch":
+    import socket
+    socket.create_connection(("127.0.0.1", 9))
+os.environ["TRITON_INTERPRET"] = "1"
+import sglang_gdn_zerocopy
+from sglang_gdn_zerocopy.lab.loader import mount
+mount(pathlib.Path(sys.argv[1]))
+sglang_gdn_zerocopy.activate()
+from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.lab.world import build_world
+case = Case("layer", model="qwen3_5", num_v_heads=1, draft_tokens=2, slots=(1,))
+Harness().verify(build_world(case, 3, "cpu", low_parts=False))
+assert sglang_gdn_zerocopy.status()["state"] == "installed"
+from sglang_gdn_zerocopy.__main__ import main
+main(["doctor"])
+main(["doctor", "--live", sys.argv[3]])
+"""
+
+
+def test_nothing_but_check_goes_to_the_network(stock_tree: Callable[[str], Path], tmp_path: Path) -> None:
+    """Import, activation, a verify call with self-tests, shadow and status file, `doctor` twice."""
+    status = str(tmp_path / "status")
+    environment = {"SGLANG_GDN_ZEROCOPY": "1", "SGLANG_GDN_ZEROCOPY_SHADOW": "1"}
+    environment["SGLANG_GDN_ZEROCOPY_STATUS_DIR"] = status
+    run(sys.executable, "-c", OFFLINE, str(stock_tree("0.5.17")), "", status, **environment)
+    (written,) = Path(status).iterdir()
+    assert written.name.startswith("gdn-zerocopy-")
+    watched = subprocess.run([sys.executable, "-c", OFFLINE, "", "self-test of the watch"], check=False)
+    assert watched.returncode == 3
+
+
+def test_temporary_files_are_private() -> None:
+    """Only tempfile's own makers, which take mode 0600 or 0700 and a name that cannot be guessed."""
+    for path in (ROOT / "sglang_gdn_zerocopy").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        made = set(re.findall(r"tempfile\.(\w+)", text))
+        assert made <= {"mkstemp", "mkdtemp", "TemporaryDirectory"}, path
+        assert '"/tmp' not in text, path
+        assert "gettempdir" not in text, path
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.23"])
+def test_the_resolver_adds_only_ours_under_sglangs_pins(
+    clean: Path, wheel: Path, stock_tree: Callable[[str], Path], tmp_path: Path, version: str
+) -> None:
+    """pip's own dry run, every pin of the release as a constraint: what it would install is ours and nothing else."""
+    (metadata,) = stock_tree(version).glob("sglang-*.dist-info/METADATA")
+    lines = metadata.read_text(encoding="utf-8").splitlines()
+    theirs = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    pins = [f"{r.name}{r.specifier}" for r in theirs if r.specifier and (r.marker is None or r.marker.evaluate())]
+    assert len(pins) > 10
+    constraints, report = tmp_path / "constraints.txt", tmp_path / "report.json"
+    constraints.write_text("\n".join(pins), encoding="utf-8")
+    command = ["install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
+    run(str(clean), "-m", "pip", *command, "--constraint", str(constraints), str(wheel))
+    found = json.loads(report.read_text(encoding="utf-8"))["install"]
+    names = {item["metadata"]["name"].lower().replace("_", "-") for item in found}
+    assert names == {"sglang-gdn-zerocopy", *FLOORS}
 
 
 def test_a_clean_install_works_and_brings_three_packages(clean: Path) -> None:
