@@ -65,6 +65,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        self._stages: dict[tuple[Protocol | None, Route], str] = {}
         # Whether a refusal ends the process.
         self.strict = False
         self.reporter: Reporter | None = None
@@ -76,10 +77,12 @@ class Ledger:
     def count(self, stage: str, reason: str) -> bool:
         """Count one event without saying it. Returns whether it is the first of its kind."""
         key = (stage, reason)
-        if key not in self.counts and len(self.counts) >= self._LIMIT:
+        seen = self.counts.get(key, 0)
+        if not seen and len(self.counts) >= self._LIMIT:
             key = (stage, "more reasons than the ledger keeps")
-        self.counts[key] += 1
-        first = self.counts[key] == 1
+            seen = self.counts.get(key, 0)
+        self.counts[key] = seen + 1
+        first = not seen
         if first and self.reporter is not None:
             self.reporter.changed()
         return first
@@ -115,11 +118,14 @@ class Ledger:
 
     def decided(self, protocol: Protocol | None, decision: Decision) -> None:
         """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
-        kind = f"{protocol.value} target verify" if protocol else "target verify"
-        if self.count(f"{kind} -> {decision.route.value}", decision.reason):
+        key = protocol, decision.route
+        stage = self._stages.get(key)
+        if stage is None:
+            kind = f"{protocol.value} target verify" if protocol else "target verify"
+            stage = self._stages[key] = f"{kind} -> {decision.route.value}"
+        if self.count(stage, decision.reason):
             level = logging.WARNING if decision.route is Route.UPSTREAM else logging.INFO
-            text = "GDN zero-copy live (pid %d): %s -> %s: %s"
-            LOGGER.log(level, text, os.getpid(), kind, decision.route.value, decision.reason)
+            LOGGER.log(level, "GDN zero-copy live (pid %d): %s: %s", os.getpid(), stage, decision.reason)
 
     def as_rows(self) -> list[dict[str, object]]:
         """The counts, most frequent first: stage, reason, count."""

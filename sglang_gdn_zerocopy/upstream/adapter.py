@@ -285,13 +285,14 @@ class Adapter:
 
         ``args`` and ``kwargs`` are what the caller passed; nothing in them is written.
         """
-        unknown = kwargs.keys() - self._known_kwargs
-        if unknown:
-            return _not_ours(f"unknown argument {', '.join(sorted(unknown))}")
-        layer, batch, mixed_qkv = (args[i] if len(args) > i else kwargs[FORWARD_ARGUMENTS[i]] for i in range(3))
+        if not self._known_kwargs.issuperset(kwargs):
+            return _not_ours(f"unknown argument {', '.join(sorted(kwargs.keys() - self._known_kwargs))}")
+        layer = args[0] if args else kwargs[FORWARD_ARGUMENTS[0]]
+        batch, mixed_qkv = batch_of(args, kwargs), packed_of(args, kwargs)
         if not isinstance(mixed_qkv, torch.Tensor) or mixed_qkv.dim() != 2:
             return _not_ours("mixed_qkv is not one tensor of shape [rows, qkv_dim]")
-        return self.shape_of(backend, layer, batch, mixed_qkv.shape[0], mixed_qkv.shape[1], mixed_qkv.dtype)
+        rows, qkv_dim = mixed_qkv.shape
+        return self.shape_of(backend, layer, batch, rows, qkv_dim, mixed_qkv.dtype)
 
     def shape_of(
         self, backend: Any, layer: Any, batch: Any, rows: int, qkv_dim: int, dtype: torch.dtype
