@@ -145,7 +145,7 @@ def _recurrent_verify_kernel(
     stride_beta_slot,
     stride_beta_head,
     stride_beta_step,
-    RING_LENGTH: tl.constexpr,
+    ring_length,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -196,7 +196,7 @@ def _recurrent_verify_kernel(
 
         # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
         if RING:  # noqa: SIM102
-            if slot >= 0 and i_t < RING_LENGTH:
+            if slot >= 0 and i_t < ring_length:
                 p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
                 tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
                 if i_v == 0:
@@ -310,7 +310,7 @@ def _recurrent_verify_explicit_kernel(
     stride_beta_slot,
     stride_beta_head,
     stride_beta_step,
-    RING_LENGTH: gl.constexpr,
+    ring_length,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -396,7 +396,7 @@ def _recurrent_verify_explicit_kernel(
 
         if RING:  # noqa: SIM102
             if slot >= 0:
-                kept = gl.minimum(tokens, RING_LENGTH) - first
+                kept = gl.minimum(tokens, ring_length) - first
                 p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + first * stride_raw_v_step
                 o_kept_v = i_v_row * stride_raw_v_step + o_v
                 gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
@@ -570,7 +570,7 @@ def recurrent_verify(
         b.stride(-2),
         state.stride(0),
         *strides,
-        RING_LENGTH=length,
+        length,
         H=H,
         HV=HV,
         K=K,

@@ -354,7 +354,9 @@ def _try(
     results = written(call_ours(world, inverse, config), world)
     problem = "; ".join(differences(results, expected))
     world.kept = fresh_kept(world, protocol, steps)
-    again = written(call_ours(world, inverse, config), world)
+    # The other way to launch it; only where all tiles are looked at, since it compiles each of them again.
+    overlap = DEVICE == "cuda" and world.v.shape[2] == 32 and world.k.shape[2] == 16
+    again = written(call_ours(world, inverse, config, overlap), world)
     if unstable := "; ".join(differences(again, results)):
         problem += f" AND NOT REPEATABLE: {unstable}"
     return problem
@@ -396,7 +398,7 @@ def equality_tasks(
         Case("gates bf16", (4,) * 3, gate_dtype="bf16" if DEVICE == "cuda" else "fp16"),
     ]
     lengths = [Case(f"N3 T{t}", (t,) * 3) for t in ((2, 6) if quick else (1, 2, 3, 5, 6, 7, 8, 13))]
-    shapes = ((1, 1), (1, 3), (4, 16)) if quick else (
+    shapes = ((1, 3), (4, 16)) if quick else (
         *((16 // tp, 16 * ratio // tp) for ratio in (1, 2, 3, 4) for tp in (1, 2, 4, 8)),
         (1, 1),
         (1, 3),
@@ -407,9 +409,8 @@ def equality_tasks(
             for state in STATES:
                 combination = Combination(release, protocol, state)
                 short = [Case("ring too short", (6, 2, 6), room=-2)] if protocol == "ring" else []
-                half = len(TILES) // 2
-                yield combination, tuple(base), TILES[:half], sources
-                yield combination, tuple(base), TILES[half:], sources
+                for first in range(0, len(TILES), 5):
+                    yield combination, tuple(base), TILES[first : first + 5], sources
                 yield combination, tuple(special + short), few, sources
                 yield combination, tuple(lengths + heads), few, sources
 
