@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from sglang_gdn_zerocopy import settings
 from sglang_gdn_zerocopy.ledger import Ledger
 
 if TYPE_CHECKING:
-    from sglang_gdn_zerocopy.import_hook import Installation
+    from sglang_gdn_zerocopy.import_hook import Installation, Options
 
 
 class _Process:
@@ -19,7 +20,8 @@ class _Process:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.wanted = False
-        self.hook_pending = False
+        # Modules whose import is awaited.
+        self.awaited: set[str] = set()
         self.fork_guarded = False
         self.reason = "activate() was not called"
         self.installation: Installation | None = None
@@ -39,13 +41,13 @@ def activate() -> bool:
         if not settings.SWITCH.read():
             _PROCESS.reason = f"{settings.SWITCH.name} is off"
             return False
-        allow_unverified = settings.UNVERIFIED.read()
+        wishes = settings.UNVERIFIED.read(), settings.KERNELS.read(), settings.SELFTEST.read()
     except settings.SettingError as error:
         _PROCESS.reason = str(error)
         _PROCESS.ledger.declined(str(error))
         return False
     try:
-        _switch_on(allow_unverified)
+        _switch_on(*wishes)
     except Exception as error:
         _PROCESS.wanted = False
         _PROCESS.reason = f"{type(error).__name__}: {error}"
@@ -53,28 +55,46 @@ def activate() -> bool:
     return _PROCESS.wanted
 
 
-def _switch_on(allow_unverified: bool) -> None:
+def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -> None:
     import wrapt
 
     from sglang_gdn_zerocopy import import_hook
-    from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE
+    from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
+
+    options = import_hook.Options(allow_unverified, bundled_kernels, self_test)
 
     def on_import(module: ModuleType) -> None:
-        _PROCESS.hook_pending = False
+        _PROCESS.awaited.discard(module.__name__)
         if _PROCESS.wanted:
-            _PROCESS.installation = import_hook.install(module, _PROCESS.ledger, allow_unverified)
+            _install(module, options)
 
     if not _PROCESS.fork_guarded:
         os.register_at_fork(after_in_child=_PROCESS.ledger.reset)
         _PROCESS.fork_guarded = True
     _PROCESS.wanted = True
     _PROCESS.reason = "waiting for the GDN backend to be imported"
-    installation = _PROCESS.installation
-    if installation is not None and installation.overlay is not None:
-        installation.overlay.live = True
-    elif not _PROCESS.hook_pending:
-        _PROCESS.hook_pending = True
-        wrapt.register_post_import_hook(on_import, BACKEND_MODULE)
+    if _PROCESS.installation is not None and _PROCESS.installation.overlay is not None:
+        _PROCESS.installation.overlay.live = True
+        return
+    names = [name for name in (BACKEND_MODULE, *(site.module for site in MODELS)) if name not in _PROCESS.awaited]
+    # All are awaited before the first hook is registered, which runs at once for a module that is there.
+    _PROCESS.awaited.update(names)
+    for name in names:
+        wrapt.register_post_import_hook(on_import, name)
+
+
+def _install(module: ModuleType, options: Options) -> None:
+    """Patch the backend when ``module`` is it, and the models that are there; a model waits for the backend."""
+    from sglang_gdn_zerocopy import import_hook
+    from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
+
+    if module.__name__ == BACKEND_MODULE:
+        _PROCESS.installation = import_hook.install(module, _PROCESS.ledger, options)
+    if _PROCESS.installation is None:
+        return
+    for site in MODELS:
+        if site.module not in _PROCESS.awaited and site.module in sys.modules:
+            import_hook.install_model(sys.modules[site.module], site, _PROCESS.ledger, _PROCESS.installation)
 
 
 def deactivate() -> tuple[str, ...]:
@@ -85,30 +105,29 @@ def deactivate() -> tuple[str, ...]:
     _PROCESS.wanted = False
     _PROCESS.reason = "deactivate() was called"
     installation = _PROCESS.installation
-    if installation is None or installation.overlay is None or installation.applied is None:
+    if installation is None or installation.overlay is None:
         _PROCESS.installation = None
         return ()
     installation.overlay.live = False
-    covered = installation.applied.undo()
+    covered = installation.undo()
     if not covered:
         _PROCESS.installation = None
     for label in covered:
         _PROCESS.ledger.declined(f"switched off but left in place: {label}")
-    return covered
+    return tuple(covered)
 
 
 def status() -> dict[str, Any]:
     """This process's overlay as plain data.
 
     ``state``: "off", "waiting" (the backend is not imported yet), "installed", "built in", "not applicable" or
-    "declined", with its ``reason``. ``release``: the SGLang version seen. ``policies``: route policies, first
-    asked first. ``covered``: patches that others wrapped or replaced since; ``lost``: those no call reaches any
-    more. ``copies_avoided`` and ``counts``: what happened so far.
+    "declined", with its ``reason``. ``release``: the SGLang version seen. ``bundled_kernels``: they may be used here.
+    ``policies``: route policies, first asked first. ``covered``: patches that others wrapped or replaced since;
+    ``lost``: those no call reaches any more. ``copies_avoided`` and ``counts``: what happened so far.
     """
     installation = _PROCESS.installation
     report = installation.report if installation else None
     overlay = installation.overlay if installation else None
-    applied = installation.applied if installation else None
     if not _PROCESS.wanted:
         state, reason = "off", _PROCESS.reason
     elif report is None:
@@ -120,9 +139,10 @@ def status() -> dict[str, Any]:
         "state": state,
         "reason": reason,
         "release": report.version if report else "",
+        "bundled_kernels": bool(overlay and overlay.bundled_kernels),
         "policies": list(overlay.routes.policies) if overlay else [],
-        "covered": list(applied.covered()) if applied else [],
-        "lost": list(applied.lost()) if applied else [],
+        "covered": installation.covered() if installation else [],
+        "lost": installation.lost() if installation else [],
         "copies_avoided": _PROCESS.ledger.counts["copy", "avoided"],
         "counts": _PROCESS.ledger.as_rows(),
     }

@@ -1,44 +1,127 @@
 """Stage 4, the wrapper bodies. Upstream's forward stays the conductor.
 
-The wrapped forward decides a call's route and runs upstream's own body. The module-level callables that this body
-uses are wrapped once; each looks at the plan of the call that it runs in and, without one, does what it always did.
+The wrapped forward of the backend decides a call's route and runs upstream's own body. The module-level callables that
+this body uses are wrapped once; each looks at the plan of the call that it runs in and, without one, does what it
+always did. A model's unpack comes before the backend is asked, so it is put off, not skipped: it hands out the tensors
+that the conv launch will fill, and whoever turns out not to be ours finds them filled by stock's unpack instead.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from sglang_gdn_zerocopy.kernels.conv_update import Unpack, conv_update
 from sglang_gdn_zerocopy.kernels.packed_views import packed_views
+from sglang_gdn_zerocopy.kernels.recurrent_verify import FoldRing, Inputs, Snapshots, recurrent_verify
 from sglang_gdn_zerocopy.ledger import Ledger
-from sglang_gdn_zerocopy.records import CallShape, Decision, Release, Route
+from sglang_gdn_zerocopy.records import CallShape, Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
-from sglang_gdn_zerocopy.upstream import patching
-from sglang_gdn_zerocopy.upstream.adapter import Adapter, is_target_verify
+from sglang_gdn_zerocopy.self_test.conv import conv_difference, conv_shape
+from sglang_gdn_zerocopy.self_test.memo import SelfTest
+from sglang_gdn_zerocopy.self_test.recurrence import recurrence_difference, recurrence_shape
+from sglang_gdn_zerocopy.upstream import adapter, patching
 from sglang_gdn_zerocopy.upstream.probe import FORWARD
-from sglang_gdn_zerocopy.upstream.releases import BACKEND_CLASS, COPY_FUNCTION
+from sglang_gdn_zerocopy.upstream.releases import (
+    BACKEND_CLASS,
+    CONV_FUNCTION,
+    COPY_FUNCTION,
+    RECURRENCE_FUNCTION,
+    TRITON_VERIFY_CLASS,
+)
 
-_PLAN: ContextVar[CallShape | None] = ContextVar("gdn_zerocopy_plan", default=None)
+
+class PutOff:
+    """One projection whose unpack was put off. ``packed`` and the tensors of ``unpack`` are handed out unwritten."""
+
+    def __init__(self, x: torch.Tensor, packed: torch.Tensor, unpack: Unpack, stock: Callable[[], Any]) -> None:
+        self.x = x
+        self.packed = packed
+        self.unpack = unpack
+        self.written = False
+        self._stock = stock
+
+    def write(self) -> None:
+        """Fill the tensors that were handed out with the results of stock's unpack, unless that is done."""
+        if not self.written:
+            results = self._stock()
+            for mine, theirs in zip((self.packed, self.unpack.z, self.unpack.b, self.unpack.a), results, strict=True):
+                mine.copy_(theirs)
+            self.written = True
+
+
+@dataclass
+class _LayerCall:
+    """A model layer's forward that is running in a target verify."""
+
+    layer: Any
+    batch: Any
+    put_off: PutOff | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was decided for the backend's forward that is running."""
+
+    shape: CallShape
+    route: Route
+    put_off: PutOff | None
+
+
+# Routes on which the bundled conv runs.
+_FUSED = (Route.FUSED_CONV, Route.BUNDLED)
+
+_PLAN: ContextVar[_Plan | None] = ContextVar("gdn_zerocopy_plan", default=None)
+_LAYER_CALL: ContextVar[_LayerCall | None] = ContextVar("gdn_zerocopy_layer_call", default=None)
 
 
 class Overlay:
     """The wrappers of one imported backend module. ``live`` off makes them pass everything through."""
 
-    def __init__(self, module: ModuleType, release: Release, ledger: Ledger) -> None:
+    def __init__(
+        self, module: ModuleType, release: Release, ledger: Ledger, bundled_kernels: bool, self_test: bool
+    ) -> None:
         self.live = True
+        self.bundled_kernels = bundled_kernels
         self.routes = RouteManager(ledger)
-        self._adapt = Adapter(module, release)
+        self._adapt = adapter.Adapter(module, release, bundled_kernels)
         self._ledger = ledger
         self._module = module
+        self._release = release
+        self._self_test = SelfTest(ledger, self_test)
+        self._stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
+        self._path: adapter.StockPath | None = None
 
     def patches(self) -> list[patching.Patch]:
-        """What to put on the module: the forward and the copy that it calls."""
+        """What to put on the backend's module: the forward, and what it calls that a route replaces."""
+        patches = [patching.Patch(getattr(self._module, BACKEND_CLASS), FORWARD, self.forward_extend)]
+        if self._release.copies:
+            patches.append(patching.Patch(self._module, COPY_FUNCTION, self.copy))
+        if self.bundled_kernels:
+            patches.append(patching.Patch(self._module, CONV_FUNCTION, self.conv))
+            # The snapshots' kernel class holds the recurrence by name; the fold ring imports it at every call.
+            holder = sys.modules[getattr(self._module, TRITON_VERIFY_CLASS).__module__]
+            recurrence = getattr(holder, RECURRENCE_FUNCTION)
+            for owner in (holder, sys.modules[recurrence.__module__]):
+                patches.append(patching.Patch(owner, RECURRENCE_FUNCTION, self.recurrence))
+        return patches
+
+    def model_patches(self, module: ModuleType, site: ModelSite) -> list[patching.Patch]:
+        """What to put on a model's module: its layer's forward and the unpack that this calls."""
+
+        def unpack(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.unpack(wrapped, args, kwargs, site.interleaved)
+
+        self._path = self._path or adapter.StockPath()
         return [
-            patching.Patch(getattr(self._module, BACKEND_CLASS), FORWARD, self.forward_extend),
-            patching.Patch(self._module, COPY_FUNCTION, self.copy),
+            patching.Patch(getattr(module, site.layer_class), "forward", self.layer_forward),
+            patching.Patch(module, site.unpack_function, unpack),
         ]
 
     def forward_extend(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,19 +129,25 @@ class Overlay:
         # Under torch.compile's tracer nothing of ours may run: no lookups, no counting, no logging.
         if not self.live or torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        shape = self._shape_for_views(instance, args, kwargs)
-        if shape is None:
+        call = _LAYER_CALL.get()
+        put_off = call.put_off if call is not None else None
+        plan = self._plan(instance, args, kwargs, put_off)
+        if put_off is not None and (plan is None or plan.put_off is not put_off):
+            put_off.write()
+        if plan is None:
             return wrapped(*args, **kwargs)
-        token = _PLAN.set(shape)
+        token = _PLAN.set(plan)
         try:
             return wrapped(*args, **kwargs)
         finally:
             _PLAN.reset(token)
 
-    def _shape_for_views(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallShape | None:
+    def _plan(
+        self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], put_off: PutOff | None
+    ) -> _Plan | None:
         # Nothing has been written yet: whatever goes wrong here is counted and upstream takes the call.
         try:
-            if not is_target_verify(args, kwargs):
+            if not adapter.is_target_verify(args, kwargs):
                 return None
             shape = self._adapt(instance, args, kwargs)
             if isinstance(shape, Decision):
@@ -66,15 +155,17 @@ class Overlay:
                 return None
             decision = self.routes.decide(shape)
             self._ledger.decided(shape.protocol, decision)
-            return shape if decision.route is Route.VIEWS else None
+            if decision.route is Route.UPSTREAM:
+                return None
+            mine = put_off is not None and adapter.packed_of(args, kwargs) is put_off.packed
+            return _Plan(shape, decision.route, put_off if mine and decision.route in _FUSED else None)
         except Exception as error:
             self._ledger.failed("forward", error)
             return None
 
     def copy(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's copy of packed QKV; inside a planned call, views of it."""
-        shape = _PLAN.get()
-        if shape is None:
+        if _PLAN.get() is None:
             return wrapped(*args, **kwargs)
         try:
             views = packed_views(*args, **kwargs)
@@ -83,3 +174,160 @@ class Overlay:
             return wrapped(*args, **kwargs)
         self._ledger.count("copy", "avoided")
         return views
+
+    def conv(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Upstream's conv; inside a call planned for it, the bundled one, with the unpack that was put off."""
+        plan = _PLAN.get()
+        if plan is None or plan.route not in _FUSED:
+            return wrapped(*args, **kwargs)
+        put_off = plan.put_off
+        # A launch raises before it is queued (a check, the compiler, the launcher), so nothing has been written.
+        try:
+            output = self._launch_conv(plan, args, kwargs)
+        except Exception as error:
+            self._ledger.failed("conv", error)
+            output = None
+        if output is None:
+            if put_off is not None:
+                put_off.write()
+            return wrapped(*args, **kwargs)
+        self._ledger.count("conv", "fused with the unpack" if put_off is not None else "fused")
+        return output
+
+    def _launch_conv(self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        call = adapter.read_conv_call(args, kwargs)
+        put_off, draft_tokens = plan.put_off, plan.shape.draft_tokens
+        if put_off is not None:
+            x, packed, unpack = put_off.x, put_off.packed, put_off.unpack
+        else:
+            x, unpack = call.rows, None
+            packed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            shape = conv_shape(
+                plan.shape.num_requests,
+                draft_tokens,
+                x,
+                call.weight,
+                call.bias,
+                call.silu,
+                call.conv_state,
+                call.windows,
+                None,
+            )
+            if not self._self_test.passed(shape, lambda: conv_difference(shape, self._stock_conv)):
+                return None
+        conv_update(
+            x,
+            draft_tokens,
+            call.weight,
+            call.bias,
+            call.silu,
+            call.conv_state,
+            call.slots,
+            call.windows,
+            call.window_rows,
+            packed,
+            unpack,
+        )
+        if put_off is not None:
+            put_off.written = True
+        return packed.view(-1, draft_tokens, packed.shape[1]).transpose(1, 2)
+
+    def recurrence(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Upstream's recurrence; inside a call planned for it, the bundled one."""
+        plan = _PLAN.get()
+        if plan is None or plan.route is not Route.BUNDLED:
+            return wrapped(*args, **kwargs)
+        # As with the conv: an exception comes before the launch.
+        try:
+            output = self._launch_recurrence(plan, wrapped, args, kwargs)
+        except Exception as error:
+            self._ledger.failed("recurrence", error)
+            output = None
+        if output is None:
+            return wrapped(*args, **kwargs)
+        self._ledger.count("recurrence", "bundled")
+        return output
+
+    def _launch_recurrence(
+        self, plan: _Plan, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        call = adapter.read_recurrence_call(args, kwargs)
+        kept = Snapshots(*call.kept) if len(call.kept) == len(Snapshots._fields) else FoldRing(*call.kept)
+        inputs = Inputs(*call.inputs)
+        reciprocal = self._release.reciprocal_norm
+        shape = recurrence_shape(plan.shape.draft_tokens, inputs, kept, reciprocal)
+        stock_call = adapter.stock_recurrence_with(stock)
+        if not self._self_test.passed(shape, lambda: recurrence_difference(shape, stock_call)):
+            return None
+        return recurrent_verify(*inputs, kept, reciprocal_norm=reciprocal, overlap=shape.overlap)
+
+    def layer_forward(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A model's GDN layer; in a target verify its unpack may be put off."""
+        if not self.live or torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        try:
+            batch = adapter.batch_of(args, kwargs)
+            call = _LayerCall(adapter.layer_of(instance), batch) if adapter.is_target_verify(args, kwargs) else None
+        except Exception as error:
+            self._ledger.failed("layer", error)
+            call = None
+        token = _LAYER_CALL.set(call)
+        try:
+            output = wrapped(*args, **kwargs)
+        finally:
+            _LAYER_CALL.reset(token)
+        if call is not None and call.put_off is not None and not call.put_off.written:
+            self._path = None
+            self._ledger.declined(
+                "a projection was never unpacked: the backend's forward was not reached; unpack left to stock"
+            )
+        return output
+
+    def unpack(self, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any], interleaved: bool) -> Any:
+        """Upstream's unpack of a projection; put off when the conv launch will do it."""
+        call = _LAYER_CALL.get()
+        if call is None or call.put_off is not None or kwargs:
+            return wrapped(*args, **kwargs)
+        try:
+            call.put_off = self._put_off(call, wrapped, args, interleaved)
+        except Exception as error:
+            self._ledger.failed("unpack", error)
+        if call.put_off is None:
+            return wrapped(*args, **kwargs)
+        unpack = call.put_off.unpack
+        return call.put_off.packed, unpack.z, unpack.b, unpack.a
+
+    def _put_off(
+        self, call: _LayerCall, stock: Callable[..., Any], args: tuple[Any, ...], interleaved: bool
+    ) -> PutOff | None:
+        x, ba, num_k_heads, num_v_heads, head_k_dim, head_v_dim = args
+        layer, rows = call.layer, x.shape[0]
+        qkv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+        backend = self._path.backend_of(layer) if self._path is not None else None
+        if backend is None:
+            self._ledger.count("unpack", "left to stock: other code stands between the model and the backend")
+            return None
+        shape = self._adapt.shape_of(backend, layer, call.batch, rows, qkv_dim, x.dtype)
+        if isinstance(shape, Decision) or self.routes.decide(shape).route not in _FUSED:
+            return None
+        if ba.dtype != x.dtype or x.dim() != 2:
+            return None
+
+        def empty(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=x.dtype, device=x.device)
+
+        unpack = Unpack(
+            ba=ba,
+            z=empty(rows, num_v_heads, head_v_dim),
+            b=empty(rows, num_v_heads),
+            a=empty(rows, num_v_heads),
+            interleaved=interleaved,
+            num_k_heads=num_k_heads,
+            head_k_dim=head_k_dim,
+        )
+        weight, bias, silu = adapter.conv_parameters(layer)
+        conv_state, windows = adapter.conv_buffers(backend, layer)
+        kernel = conv_shape(shape.num_requests, shape.draft_tokens, x, weight, bias, silu, conv_state, windows, unpack)
+        if not self._self_test.passed(kernel, lambda: conv_difference(kernel, self._stock_conv, stock)):
+            return None
+        return PutOff(x, empty(rows, qkv_dim), unpack, lambda: stock(*args))

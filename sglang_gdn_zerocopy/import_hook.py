@@ -1,14 +1,14 @@
-"""Stage 2: backend module imported -> probe -> patch. Catches everything: a failed hook would fail the import."""
+"""Stage 2: an upstream module imported -> probe -> patch. Catches everything: a failed hook would fail the import."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_gdn_zerocopy.ledger import Ledger
-from sglang_gdn_zerocopy.records import ProbeReport, Verdict
+from sglang_gdn_zerocopy.records import ModelSite, ProbeReport, Verdict
 from sglang_gdn_zerocopy.upstream import patching, probe
 from sglang_gdn_zerocopy.upstream.releases import BACKEND_CLASS
 
@@ -18,20 +18,49 @@ if TYPE_CHECKING:
 _QUIET = (Verdict.BUILT_IN, Verdict.NOT_APPLICABLE)
 
 
-@dataclass(frozen=True)
+class Options(NamedTuple):
+    """What the environment asks for."""
+
+    allow_unverified: bool
+    bundled_kernels: bool
+    self_test: bool
+
+
+@dataclass
 class Installation:
-    """What became of one imported backend module; ``overlay`` and ``applied`` are None unless it was patched."""
+    """What became of the imported backend module: ``overlay`` is None unless it was patched. ``applied`` holds what
+    was put on it and on model modules since."""
 
     report: ProbeReport
     overlay: Overlay | None = None
-    applied: patching.Applied | None = None
+    applied: list[patching.Applied] = field(default_factory=list)
+
+    def covered(self) -> list[str]:
+        """Labels of patches that others have wrapped or replaced since, each with what stands there now."""
+        return [label for applied in self.applied for label in applied.covered()]
+
+    def lost(self) -> list[str]:
+        """Labels of patches that no call reaches any more."""
+        return [label for applied in self.applied for label in applied.lost()]
+
+    def undo(self) -> list[str]:
+        """Put all raw attributes back, or none when others cover one; their labels are returned then."""
+        covered = self.covered()
+        if not covered:
+            for applied in reversed(self.applied):
+                applied.undo()
+        return covered
 
 
-def install(module: ModuleType, ledger: Ledger, allow_unverified: bool) -> Installation:
-    """Probe ``module`` and patch it when the probe allows. Never raises; the outcome is said once in the log."""
+def install(module: ModuleType, ledger: Ledger, options: Options) -> Installation:
+    """Probe the backend ``module`` and patch it when the probe allows.
+
+    Never raises; the outcome is said once in the log.
+    """
     try:
         package = probe.package_of(module)
-        report = probe.examine_package(package, probe.version_of(package), allow_unverified)
+        version = probe.version_of(package)
+        report = probe.examine_package(package, version, options.allow_unverified, options.bundled_kernels)
         report = probe.examine_module(module, report)
         if not report.patchable or report.release is None:
             ledger.declined(report.reason, logging.INFO if report.verdict in _QUIET else logging.WARNING)
@@ -41,10 +70,23 @@ def install(module: ModuleType, ledger: Ledger, allow_unverified: bool) -> Insta
         # torch and pluggy come in here at the earliest: a declined import needs neither.
         from sglang_gdn_zerocopy.forward import Overlay
 
-        overlay = Overlay(module, report.release, ledger)
+        overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test)
         applied = patching.apply(overlay.patches())
-        ledger.installed(f"{report.reason}; verify calls are decided one shape at a time")
-        return Installation(report, overlay, applied)
+        kernels = report.kernels_off or "bundled kernels after their self-test"
+        ledger.installed(f"{report.reason}; {kernels}; verify calls are decided one shape at a time")
+        return Installation(report, overlay, [applied])
     except Exception as error:
         ledger.failed("installing", error)
         return Installation(ProbeReport(Verdict.DECLINED, f"{type(error).__name__}: {error}"))
+
+
+def install_model(module: ModuleType, site: ModelSite, ledger: Ledger, installation: Installation) -> None:
+    """Patch a model's module, so that its unpack can be put off. Never raises; without it stock unpacks."""
+    overlay = installation.overlay
+    if overlay is None or not overlay.bundled_kernels:
+        return
+    try:
+        if not patching.is_patched(module, site.unpack_function):
+            installation.applied.append(patching.apply(overlay.model_patches(module, site)))
+    except Exception as error:
+        ledger.failed(f"installing on {site.module}", error)

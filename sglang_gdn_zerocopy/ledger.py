@@ -14,7 +14,7 @@ LOGGER = logging.getLogger("sglang_gdn_zerocopy")
 
 _LINE = re.compile(
     r"GDN zero-copy (?P<event>installed|declined|live) \(pid (?P<pid>\d+)\): "
-    r"(?:(?:(?P<protocol>[a-z ]+) )?target verify -> (?P<route>[a-z]+): )?(?P<reason>.*)"
+    r"(?:(?:(?P<protocol>[a-z ]+) )?target verify -> (?P<route>[a-z ]+): )?(?P<reason>.*)"
 )
 
 
@@ -84,7 +84,7 @@ class Ledger:
         """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
         kind = f"{protocol.value} target verify" if protocol else "target verify"
         if self.count(f"{kind} -> {decision.route.value}", decision.reason):
-            level = logging.INFO if decision.route is Route.VIEWS else logging.WARNING
+            level = logging.WARNING if decision.route is Route.UPSTREAM else logging.INFO
             text = "GDN zero-copy live (pid %d): %s -> %s: %s"
             LOGGER.log(level, text, os.getpid(), kind, decision.route.value, decision.reason)
 

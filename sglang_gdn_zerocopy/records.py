@@ -13,6 +13,8 @@ class Route(str, Enum):
 
     UPSTREAM = "upstream"
     VIEWS = "views"
+    FUSED_CONV = "fused conv"
+    BUNDLED = "bundled conv and recurrence"
 
 
 class Consumer(str, Enum):
@@ -37,7 +39,8 @@ class CallShape(NamedTuple):
 
     ``num_requests`` x ``draft_tokens`` rows enter the layer. Head counts are per rank. ``state_dtype`` and
     ``activation_dtype`` are torch's names without the prefix ("bfloat16"). ``copy_limit`` is the widest packed
-    QKV (in elements) that stock copies; wider rows already reach the consumer as views.
+    QKV (in elements) that stock copies; wider rows already reach the consumer as views, and 0 says that the release
+    copies none. ``bundled_kernels``: the bundled kernels may be used in this process.
     """
 
     layer_id: int
@@ -55,6 +58,17 @@ class CallShape(NamedTuple):
     copy_limit: int
     activation_dtype: str
     state_dtype: str
+    bundled_kernels: bool
+
+
+class ModelSite(NamedTuple):
+    """Where a model's GDN layer unpacks its projection: module, layer class, unpack function of that module, and
+    whether the projection interleaves q, k, v and z by key head."""
+
+    module: str
+    layer_class: str
+    unpack_function: str
+    interleaved: bool
 
 
 class Decision(NamedTuple):
@@ -70,7 +84,9 @@ class Release:
 
     ``copies``: stock's target verify copies packed QKV into three tensors. ``protocols``: what its target verify
     can run. ``call_kwargs``: keyword arguments that SGLang passes beside the five named ones. ``fingerprints``:
-    path inside the sglang package -> qualified name -> fingerprint of that definition.
+    path inside the sglang package -> qualified name -> fingerprint of that definition; ``kernel_fingerprints``: the
+    same for what only the bundled kernels rely on. ``reciprocal_norm``: its recurrence normalises q and k as
+    x * (1 / norm), not x / norm.
     """
 
     version: str
@@ -78,6 +94,8 @@ class Release:
     protocols: tuple[Protocol, ...]
     call_kwargs: frozenset[str]
     fingerprints: Mapping[str, Mapping[str, str]]
+    kernel_fingerprints: Mapping[str, Mapping[str, str]]
+    reciprocal_norm: bool
 
 
 class Verdict(str, Enum):
@@ -93,13 +111,15 @@ class Verdict(str, Enum):
 @dataclass(frozen=True)
 class ProbeReport:
     """What the probe found. ``reason`` is a sentence that names the offending value; ``differs`` the definitions
-    whose body is not the release's own."""
+    whose body is not the release's own; ``kernels_off`` says why the bundled kernels may not be used, empty when they
+    may."""
 
     verdict: Verdict
     reason: str
     version: str = ""
     release: Release | None = None
     differs: tuple[str, ...] = field(default=())
+    kernels_off: str = ""
 
     @property
     def patchable(self) -> bool:

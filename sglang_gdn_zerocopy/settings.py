@@ -57,6 +57,18 @@ UNVERIFIED = Setting(
     "1 lets the overlay use views on a SGLang build that is not in its table or was edited. "
     "Nobody has compared the bits of such a build.",
 )
+KERNELS = Setting(
+    "SGLANG_GDN_ZEROCOPY_KERNELS",
+    "1",
+    _parse_switch,
+    "0 keeps to views: stock's own unpack and conv, no bundled kernel.",
+)
+SELFTEST = Setting(
+    "SGLANG_GDN_ZEROCOPY_SELFTEST",
+    "1",
+    _parse_switch,
+    "0 skips the comparison with stock's kernels that a bundled kernel has to pass in a process before its first use.",
+)
 CACHE = Setting(
     "SGLANG_GDN_ZEROCOPY_CACHE",
     "",
@@ -64,7 +76,7 @@ CACHE = Setting(
     "Folder for the stock wheels that `check` fetches. Default: the user's cache folder.",
 )
 
-SETTINGS = (SWITCH, UNVERIFIED, CACHE)
+SETTINGS = (SWITCH, UNVERIFIED, KERNELS, SELFTEST, CACHE)
 
 # SGLang's own allow-list of plugin names; read here, never written.
 SGLANG_PLUGINS = Setting("SGLANG_PLUGINS", "", _parse_text, "SGLang's allow-list of plugin names.")

@@ -59,6 +59,20 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def views_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The overlay activated for one test without its bundled kernels, with an empty ledger."""
+    import sglang_gdn_zerocopy
+    from sglang_gdn_zerocopy import activation
+
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY", "1")
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_KERNELS", "0")
+    activation._PROCESS.ledger.reset()
+    sglang_gdn_zerocopy.activate()
+    yield
+    sglang_gdn_zerocopy.deactivate()
+
+
+@pytest.fixture
 def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run Python code in a child process with the given environment changes; must exit 0."""
 

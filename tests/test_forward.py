@@ -156,7 +156,7 @@ def test_another_consumer_gets_the_copy(harness: Harness) -> None:
     assert any("overlay inactive: verify=FlashInferGDNKernel" in reason for reason in reasons())
 
 
-@pytest.mark.usefixtures("switched_on")
+@pytest.mark.usefixtures("views_only")
 def test_wide_qkv_stays_upstreams(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness.module, "MAX_FUSED_QKV_SPLIT_DIM", 256)
     harness.verify(world_of(CHAIN))

@@ -7,7 +7,7 @@ import math
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from sglang_gdn_zerocopy.bench.errors import RunFailed
 from sglang_gdn_zerocopy.bench.measurement import Shape
 from sglang_gdn_zerocopy.bench.schedule import Gsm8k, Phase
 from sglang_gdn_zerocopy.bench.server import Server
-from sglang_gdn_zerocopy.bench.supervisor import Supervisor, ending, tail
+from sglang_gdn_zerocopy.bench.supervisor import Group, Supervisor, ending, tail
 from sglang_gdn_zerocopy.bench.target import Target, Tool
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.settings import SWITCH, child_environment
@@ -68,11 +68,16 @@ class Accuracy:
         return json.dumps({"schema": 1, **asdict(self)}, sort_keys=True)
 
 
-def one_batch_options(shape: Shape, base_url: str, seed: int, result_file: Path, tokenizer: str | None) -> list[Option]:
-    """The options of one benchmark run. ``tokenizer`` overrides the path that the server reports."""
+def one_batch_options(
+    shape: Shape, base_url: str, seed: int, result_file: Path, tokenizer: str | None, runs: int = 1
+) -> list[Option]:
+    """The options of ``runs`` benchmark runs in one process. ``tokenizer`` overrides the path that the server reports.
+
+    Stock runs the batch sizes in the order given, equal ones too, and writes a row after each.
+    """
     options = [
         Option("--base-url", (base_url,)),
-        Option("--batch-size", (str(shape.batch_size),)),
+        Option("--batch-size", (str(shape.batch_size),) * runs),
         Option("--input-len", (str(shape.input_len),)),
         Option("--output-len", (str(shape.output_len),)),
         Option("--temperature", ("0.0",)),
@@ -147,21 +152,41 @@ class Client:
         self._seed = seed
         self._tokenizer = tokenizer
 
-    def one_batch(self, shape: Shape, doing: str) -> Row:
-        """One benchmark run of ``shape`` in its own process."""
+    def one_batch(self, shape: Shape, runs: int, doing: Callable[[int], str]) -> Generator[Row, None, None]:
+        """``runs`` benchmark runs of ``shape`` in one process, each row as soon as it is there.
+
+        ``doing`` names the run with the given number, from 0. The last row comes when the process has ended well.
+        """
         with tempfile.TemporaryDirectory(prefix="gdn-zerocopy-") as folder:
-            # Stock appends to the file: a fresh one has this run's row alone.
+            # Stock appends to the file: a fresh one has this process's rows alone.
             result_file = Path(folder) / "result.jsonl"
-            self._one_batch(shape, result_file, [], doing)
+            group = self._start(self._words(shape, result_file, [], runs), self._log, None)
+            found = 0
             try:
-                return read_row(result_file)
-            except ValueError as error:
-                raise RunFailed(f"{doing}: {error}; last lines of {self._log}:\n{tail(self._log)}") from None
+                while True:
+                    status = group.exit_status()
+                    lines = whole_lines(result_file)
+                    for line in lines[found : runs if status == 0 else runs - 1]:
+                        yield self._row(line, shape, doing(found))
+                        found += 1
+                    if status is not None:
+                        break
+                    # A dead server can leave its client waiting for the rest of a stream.
+                    self._server.check(doing(found))
+                    time.sleep(_POLL_S)
+            finally:
+                self._supervisor.stop(group)
+            what = doing(min(found, runs - 1))
+            self._check_ending(status, self._log, what)
+            if len(lines) != runs:
+                said = f"the benchmark wrote {len(lines)} result rows instead of {'one' if runs == 1 else runs}"
+                raise RunFailed(f"{what}: {said}; last lines of {self._log}:\n{tail(self._log)}")
 
     def profile(self, shape: Shape, folder: Path, steps: int, doing: str) -> None:
         """One profiled run of ``shape``; returns when the server has written its traces under ``folder``."""
         with tempfile.TemporaryDirectory(prefix="gdn-zerocopy-") as work:
-            self._one_batch(shape, Path(work) / "result.jsonl", profile_options(folder, steps), doing)
+            words = self._words(shape, Path(work) / "result.jsonl", profile_options(folder, steps), runs=1)
+            self._run(words, self._log, doing, None)
         sizes: dict[Path, int] = {}
         deadline = time.monotonic() + _TRACE_FLUSH_S
         while time.monotonic() < deadline:
@@ -204,42 +229,57 @@ class Client:
         except ValueError as error:
             raise RunFailed(f"{doing}: {error} in the output of {tool.module}:\n{text[-2000:]}") from None
 
-    def _one_batch(self, shape: Shape, result_file: Path, extra: list[Option], doing: str) -> None:
-        base = one_batch_options(shape, self._server.base_url, self._seed, result_file, self._tokenizer)
+    def _words(self, shape: Shape, result_file: Path, extra: list[Option], runs: int) -> list[str]:
+        base = one_batch_options(shape, self._server.base_url, self._seed, result_file, self._tokenizer, runs)
         # The program has the server's parser too; with "None" it neither loads nor resolves a model of its own.
-        words = [*arguments(self._target.benchmark, [*base, *extra]), "--model", "None"]
-        self._run(words, self._log, doing, None)
+        return [*arguments(self._target.benchmark, [*base, *extra]), "--model", "None"]
 
-    def _run(self, words: list[str], log: Path, doing: str, cwd: Path | None) -> None:
+    def _row(self, line: str, shape: Shape, doing: str) -> Row:
+        try:
+            return read_row(line, shape)
+        except ValueError as error:
+            raise RunFailed(f"{doing}: {error}; last lines of {self._log}:\n{tail(self._log)}") from None
+
+    def _start(self, words: list[str], log: Path, cwd: Path | None) -> Group:
         # The program imports SGLang too; the switch is the server's alone.
         env = child_environment(**{SWITCH.name: "0"})
-        group = self._supervisor.start([self._target.python, *words], log, env, cwd)
+        return self._supervisor.start([self._target.python, *words], log, env, cwd)
+
+    def _run(self, words: list[str], log: Path, doing: str, cwd: Path | None) -> None:
+        group = self._start(words, log, cwd)
         try:
             while (status := group.exit_status()) is None:
-                # A dead server can leave its client waiting for the rest of a stream.
                 self._server.check(doing)
                 time.sleep(_POLL_S)
         finally:
             self._supervisor.stop(group)
+        self._check_ending(status, log, doing)
+
+    def _check_ending(self, status: int, log: Path, doing: str) -> None:
         if status != 0:
             self._server.check(doing)
             raise RunFailed(f"{doing}: the benchmark ended with {ending(status)}; last lines of {log}:\n{tail(log)}")
 
 
-def read_row(path: Path) -> Row:
-    """The only row of a result file. Raises ``ValueError`` when there is not exactly one, or a figure is no figure."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [line for line in lines if line.strip()]
-    if len(rows) != 1:
-        raise ValueError(f"the benchmark wrote {len(rows)} result rows instead of one")
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a result file that is perhaps being written, without an unfinished last one."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n") and line.strip()]
+
+
+def read_row(line: str, shape: Shape) -> Row:
+    """One line of a result file. Raises ``ValueError`` when it is of another shape, or a figure is no figure."""
     try:
-        data = json.loads(rows[0])
+        data = json.loads(line)
+        measured = Shape(data["input_len"], data["output_len"], data["batch_size"])
+        if measured != shape:
+            raise ValueError(f"it is of {measured.label}, not {shape.label}")
         latency = _positive(data, "latency")
         output = _positive(data, "output_throughput")
         overall = _positive(data, "overall_throughput")
         acceptance = float(data["acc_length"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the benchmark's result row is not understood ({error}): {rows[0]}") from None
+        raise ValueError(f"the benchmark's result row is not understood ({error}): {line.strip()}") from None
     return Row(latency, output, overall, acceptance if acceptance > 0 else None)
 
 

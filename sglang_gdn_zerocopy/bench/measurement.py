@@ -46,7 +46,7 @@ class Measurement:
 
     ``pair`` counts the off/on pairs from 0, ``phase`` all server starts from 0. ``latency_s`` is the time of the
     whole batch, ``output_throughput`` and ``overall_throughput`` are tokens per second, ``acceptance_length`` is
-    tokens per verify pass (cumulative since the server's start, None when the server gave none).
+    tokens per verify pass in this run (None when the server gave none, see :mod:`.acceptance`).
     ``statements`` are the overlay's own lines in the server's log (empty in the off arm).
     """
 

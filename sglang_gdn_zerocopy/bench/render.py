@@ -6,11 +6,13 @@ Everything is built from the same tables, so that terminal, Markdown and page ca
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any, NamedTuple
 
+from sglang_gdn_zerocopy.bench.content import DEGENERATE_SHARE, MIN_DISTINCT, MIN_TOKENS, Content
 from sglang_gdn_zerocopy.bench.statistics import MIN_REPEATS, POWER
 from sglang_gdn_zerocopy.bench.verdict import (
     MAX_RAMP,
@@ -31,8 +33,11 @@ METHOD = (
     f"smallest true change that a run of this size and spread would find in {POWER:.0%} of all cases. A run is "
     f"called unstable when repeats of a phase vary by more than {MAX_VARIATION:.0%}, only rise or only fall by more "
     f"than {MAX_TREND:.0%}, or when the first repeats of all phases are off by more than {MAX_RAMP:.0%}; at least "
-    f"{MIN_REPEATS} repeats are needed for an interval. Acceptance length counts tokens per verify pass since the "
-    "server's start."
+    f"{MIN_REPEATS} repeats are needed for an interval. Acceptance length is the server's own mean of "
+    "tokens per verify pass in each run, over whole intervals of its --decode-log-interval. An answer of "
+    f"the content check is degenerate when it is empty or refused, has fewer than {MIN_DISTINCT:.0%} distinct tokens "
+    f"among {MIN_TOKENS} or more, or a log-probability that is no number; a phase is when {DEGENERATE_SHARE:.0%} of "
+    "its answers are, and no headline is given when only one arm has such a phase."
 )
 
 
@@ -75,6 +80,15 @@ def result_tables(report: Report) -> list[Table]:
                 ("pair", "arm", "accuracy", "tokens/s", "latency, s", "ms/token", "questions"),
                 "llrrrrr",
                 tuple(_accuracy_row(result) for result in report.accuracy),
+            )
+        )
+    if report.content:
+        tables.append(
+            Table(
+                "Content check after the timed runs",
+                ("pair", "arm", "answers", "degenerate", "tokens", "distinct %", "lowest %", "finite logprobs"),
+                "llrrrrrr",
+                tuple(_content_row(found) for found in report.content),
             )
         )
     return tables
@@ -180,6 +194,20 @@ def _accuracy_row(result: Accuracy) -> tuple[str, ...]:
     )
 
 
+def _content_row(found: Content) -> tuple[str, ...]:
+    shares = [100 * answer.distinct for answer in found.answers]
+    return (
+        str(found.pair),
+        found.arm,
+        str(len(found.answers)),
+        str(found.bad),
+        f"{statistics.median(answer.tokens for answer in found.answers):g}",
+        f"{statistics.median(shares):.0f}",
+        f"{min(shares):.0f}",
+        "not given" if found.finite is None else "{} of {}".format(*found.finite),
+    )
+
+
 def as_object(report: Report, traces: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report as plain JSON data. ``headline`` is null exactly when ``reason`` says why.
 
@@ -195,6 +223,7 @@ def as_object(report: Report, traces: Mapping[str, Any] | None) -> dict[str, Any
         "environment": asdict(report.environment),
         "statements": [said._asdict() for said in report.statements],
         "accuracy": [result._asdict() for result in report.accuracy],
+        "content": [{**asdict(found), "degenerate": found.bad} for found in report.content],
         "traces": traces,
     }
 

@@ -1,4 +1,4 @@
-"""Carries out a plan: for every phase a server, then its measurements, its accuracy run and its profile."""
+"""Carries out a plan: for every phase a server, then its measurements, accuracy run, profile and content check."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_gdn_zerocopy.bench import content
 from sglang_gdn_zerocopy.bench import server as servers
 from sglang_gdn_zerocopy.bench.benchmark import Client, Row
 from sglang_gdn_zerocopy.bench.client import healthy, port_is_free
+from sglang_gdn_zerocopy.bench.content import Content
 from sglang_gdn_zerocopy.bench.errors import RunFailed
 from sglang_gdn_zerocopy.bench.measurement import Measurement, Shape
 from sglang_gdn_zerocopy.bench.progress import Estimate, Progress
@@ -84,7 +87,8 @@ class Runner:
             work["start"] += 1
             if Step.MEASURE in steps:
                 work.update(dict.fromkeys(self._plan.shapes, self._plan.warmup + self._plan.repeats))
-            work.update(step for step in steps if step is not Step.MEASURE)
+            extra = {*steps, Step.CONTENT} if Step.MEASURE in steps else set(steps)
+            work.update(step for step in extra if step is not Step.MEASURE)
         return work
 
     def _phase(self, phase: Phase, steps: tuple[Step, ...]) -> None:
@@ -109,6 +113,8 @@ class Runner:
                 self._accuracy(phase, client)
             if Step.TRACE in steps:
                 self._trace(phase, client)
+            if Step.CONTENT in self._store.missing(phase):
+                self._content(phase, server)
         finally:
             if server.group is not None:
                 self._supervisor.stop(server.group)
@@ -126,32 +132,41 @@ class Runner:
         return servers.start(self._supervisor, words, phase.arm, means.port, log, means.startup_timeout_s)
 
     def _measure(self, phase: Phase, shape: Shape, server: Server, client: Client) -> None:
-        for number in range(self._plan.warmup):
-            what = f"{shape.label} warm-up {number + 1}/{self._plan.warmup}"
-            self._begin(phase, what)
-            client.one_batch(shape, f"{phase.name}, {what}")
-            self._end(phase, what, shape, "")
-        for repeat in range(self._plan.repeats):
-            what = f"{shape.label} repeat {repeat + 1}/{self._plan.repeats}"
-            self._begin(phase, what)
-            row = client.one_batch(shape, f"{phase.name}, {what}")
-            self._store.append(
-                phase,
-                Measurement(
-                    arm=phase.arm,
-                    pair=phase.pair,
-                    phase=phase.number,
-                    shape=shape,
-                    repeat=repeat,
-                    latency_s=row.latency_s,
-                    output_throughput=row.output_throughput,
-                    overall_throughput=row.overall_throughput,
-                    acceptance_length=row.acceptance_length,
-                    environment=self._plan.environment,
-                    statements=server.statements(),
-                ),
-            )
-            self._end(phase, what, shape, _summary(row))
+        plan = self._plan
+        names = [f"{shape.label} warm-up {number + 1}/{plan.warmup}" for number in range(plan.warmup)]
+        names += [f"{shape.label} repeat {repeat + 1}/{plan.repeats}" for repeat in range(plan.repeats)]
+        # The stock program spends many seconds on its imports. One process could make all runs of a shape, but it
+        # draws new prompts for each, and with real drafts acceptance depends on the prompts: repeats would be none.
+        per_process = 1 if plan.environment.simulated_acceptance is None else len(names)
+        for first in range(0, len(names), per_process):
+            runs = names[first : first + per_process]
+            self._begin(phase, runs[0])
+            with closing(client.one_batch(shape, len(runs), lambda n: f"{phase.name}, {runs[n]}")) as rows:  # noqa: B023 - used up in this turn
+                for number, row in enumerate(rows):
+                    repeat = first + number - plan.warmup
+                    if repeat >= 0:
+                        self._keep(phase, shape, repeat, row, server)
+                    self._end(phase, runs[number], shape, _summary(row) if repeat >= 0 else "")
+                    if number + 1 < len(runs):
+                        self._begin(phase, runs[number + 1])
+
+    def _keep(self, phase: Phase, shape: Shape, repeat: int, row: Row, server: Server) -> None:
+        self._store.append(
+            phase,
+            Measurement(
+                arm=phase.arm,
+                pair=phase.pair,
+                phase=phase.number,
+                shape=shape,
+                repeat=repeat,
+                latency_s=row.latency_s,
+                output_throughput=row.output_throughput,
+                overall_throughput=row.overall_throughput,
+                acceptance_length=row.acceptance_length,
+                environment=self._plan.environment,
+                statements=server.statements(),
+            ),
+        )
 
     def _accuracy(self, phase: Phase, client: Client) -> None:
         settings, file = self._plan.gsm8k, self._means.gsm8k_file
@@ -181,6 +196,18 @@ class Runner:
             # The timed shapes are done and on disk: a profiler's trouble must not cost them.
             self._progress.say(f"no profile of arm {phase.arm}: {error}")
         self._end(phase, what, Step.TRACE, "")
+
+    def _content(self, phase: Phase, server: Server) -> None:
+        self._begin(phase, "content check")
+        try:
+            found = Content(phase.arm, phase.pair, phase.number, content.ask(server.base_url))
+        except OSError as error:
+            # As with a profile: the check comes late so that its trouble costs nothing that was measured.
+            self._progress.say(f"no content check of {phase.name}: {error}")
+            self._end(phase, "content check", Step.CONTENT, "")
+            return
+        self._store.write(self._store.content_file(phase), found.to_json() + "\n")
+        self._end(phase, "content check", Step.CONTENT, found.summary())
 
     def _begin(self, phase: Phase, what: str) -> None:
         self._estimate.begin()
@@ -224,5 +251,5 @@ def _newest_profile(store: Store, arm: str) -> Path:
 
 
 def _summary(row: Row) -> str:
-    acceptance = "none" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
+    acceptance = "not stated" if row.acceptance_length is None else f"{row.acceptance_length:.2f}"
     return f"{row.output_throughput:.2f} tok/s, {row.latency_s:.3f} s, acceptance {acceptance}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from sglang_gdn_zerocopy.bench.measurement import Environment, Shape
+from sglang_gdn_zerocopy.bench.measurement import ARMS, Environment, Shape
 
 ORDERS = ("abab", "abba")
 
@@ -78,6 +78,28 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """As it stands in ``plan.json``."""
         return {"schema": 1, **asdict(self), "shapes": [shape.label for shape in self.shapes]}
+
+
+class Planned(NamedTuple):
+    """What a ``plan.json`` promises, as far as a report can miss it."""
+
+    arms: tuple[str, ...]
+    pairs: int
+    shapes: tuple[Shape, ...]
+    repeats: int
+    gsm8k: bool
+
+
+def planned(data: dict[str, Any]) -> Planned:
+    """What :meth:`Plan.to_dict` promised. Raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is no plan."""
+    if data["schema"] != 1:
+        raise ValueError(f"schema {data['schema']!r} is not 1")
+    shapes = tuple(Shape(*map(int, label.split(":"))) for label in data["shapes"])
+    found = Planned(tuple(data["arms"]), data["pairs"], shapes, data["repeats"], data["gsm8k"] is not None)
+    counts = (found.pairs, found.repeats)
+    if not shapes or not set(found.arms) <= set(ARMS) or not all(type(n) is int and n > 0 for n in counts):
+        raise ValueError("its arms, pairs, shapes or repeats are none")
+    return found
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> Iterator[str]:

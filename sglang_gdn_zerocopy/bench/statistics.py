@@ -20,7 +20,7 @@ as the noise of one repeat or larger, 91 % with 2 pairs and 94 % with 3 or more.
 in the wide interval; more pairs are the remedy. A bootstrap (BCa) does not help here: resampling two pairs has three
 outcomes.
 
-It assumes that log ratios are about normal and that no drift runs through the whole session; medians next to the
+It assumes that log ratios are about normal and that no drift runs through the whole run; medians next to the
 interval, and the checks for unsteady phases, are there to show when that is false.
 
 Needs scipy (extra ``report``).
@@ -41,7 +41,8 @@ MIN_REPEATS = 3
 
 
 class Estimate(NamedTuple):
-    """The paired change between the arms; ``change``, ``low``, ``high`` and ``detectable`` are log ratios (on / off).
+    """The paired change between the arms; ``change``, ``low``, ``high`` and ``detectable`` are log ratios (on / off),
+    or percent after :meth:`in_percent`.
 
     ``low`` and ``high`` bound the 95 % interval. ``detectable`` is the smallest true change that a run of this size
     and spread would call significant in 80 % of all cases. ``unit`` ("repeats" or "pairs") is what counted as one
@@ -54,6 +55,15 @@ class Estimate(NamedTuple):
     detectable: float
     unit: str
     degrees: int
+
+    def in_percent(self) -> Estimate:
+        """The same estimate with its log ratios as changes in percent."""
+        return self._replace(
+            change=percent(self.change),
+            low=percent(self.low),
+            high=percent(self.high),
+            detectable=percent(self.detectable),
+        )
 
 
 def percent(log_ratio: float) -> float:

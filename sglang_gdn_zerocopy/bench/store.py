@@ -21,6 +21,7 @@ class Step(str, Enum):
     MEASURE = "measure"
     GSM8K = "gsm8k"
     TRACE = "trace"
+    CONTENT = "content"
 
 
 class Store:
@@ -67,6 +68,8 @@ class Store:
             steps.append(Step.GSM8K)
         if self.plan.trace and phase.last_of_arm and not self.trace_folder(phase.arm).exists():
             steps.append(Step.TRACE)
+        if not self.content_file(phase).exists():
+            steps.append(Step.CONTENT)
         return tuple(steps)
 
     def prepare(self, phase: Phase, steps: tuple[Step, ...]) -> None:
@@ -74,6 +77,8 @@ class Store:
         leftovers = [self.log_file(phase), self.client_log(phase)]
         if Step.MEASURE in steps:
             leftovers.append(self.measurements_file(phase))
+            # It belongs to the server that was measured.
+            leftovers.append(self.content_file(phase))
         if Step.TRACE in steps:
             leftovers.append(self.new_trace_folder(phase.arm))
         for path in leftovers:
@@ -113,6 +118,10 @@ class Store:
     def gsm8k_file(self, phase: Phase) -> Path:
         """The phase's accuracy, one JSON line."""
         return self.folder / f"{phase.name}.gsm8k.json"
+
+    def content_file(self, phase: Phase) -> Path:
+        """The phase's content check, one JSON line."""
+        return self.folder / f"{phase.name}.content.json"
 
     def trace_folder(self, arm: str) -> Path:
         """The arm's complete profile."""

@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import json
 import subprocess
-from collections import Counter
 from pathlib import Path
 
 # Newest home first; the files that declare the flags, relative to the sglang package.
@@ -54,23 +53,20 @@ def tool(folder: Path, name: str, files: "tuple[str, ...]") -> "dict[str, object
     return {"module": name, "flags": declared_flags([path for path in paths if path.is_file()])}
 
 
-def gpu() -> "tuple[str, str]":
-    """Names of the GPUs and the driver's version, "none" without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+def gpus() -> "list[list[str]]":
+    """UUID, name and driver version of every GPU in the order of its index; none without nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=uuid,name,driver_version", "--format=csv,noheader"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
-        return "none", "none"
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
-    names = Counter(row[0] for row in rows)
-    label = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in names.items())
-    return label or "none", rows[0][1] if rows else "none"
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [row for row in rows if len(row) == 3]
 
 
 def main() -> None:
     """Print the JSON line."""
     folder = package_folder()
-    name, driver = gpu()
     answer: dict[str, object] = {
         "release": version("sglang"),
         "torch": version("torch"),
@@ -79,8 +75,7 @@ def main() -> None:
         "package": str(folder) if folder else None,
         "benchmark": None,
         "gsm8k": None,
-        "gpu": name,
-        "driver": driver,
+        "gpus": gpus(),
     }
     if folder:
         answer["benchmark"] = next((found for entry in BENCHMARKS if (found := tool(folder, *entry))), None)

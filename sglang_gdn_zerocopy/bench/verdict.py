@@ -15,7 +15,10 @@ from enum import Enum
 from math import log
 from typing import NamedTuple
 
+from sglang_gdn_zerocopy.bench.acceptance import option, silence
+from sglang_gdn_zerocopy.bench.content import Content
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Environment, Measurement, Shape
+from sglang_gdn_zerocopy.bench.schedule import Planned
 from sglang_gdn_zerocopy.bench.statistics import (
     MIN_REPEATS,
     Estimate,
@@ -93,20 +96,9 @@ class PairChange(NamedTuple):
     change: float
 
 
-class Interval(NamedTuple):
-    """The paired estimate in percent; see :class:`~sglang_gdn_zerocopy.bench.statistics.Estimate`."""
-
-    change: float
-    low: float
-    high: float
-    detectable: float
-    unit: str
-    degrees: int
-
-
 @dataclass(frozen=True)
 class ShapeResult:
-    """One row of the report. Changes in percent of the off-arm's median; None where an arm is missing."""
+    """One row of the report. Changes and interval in percent of the off-arm; None where an arm is missing."""
 
     shape: Shape
     off: ArmSummary | None
@@ -114,7 +106,7 @@ class ShapeResult:
     change: float | None
     latency_change: float | None
     pairs: tuple[PairChange, ...]
-    interval: Interval | None
+    interval: Estimate | None
     finding: Finding
     reason: str
 
@@ -144,17 +136,21 @@ class Report:
     environment: Environment
     statements: tuple[Said, ...]
     accuracy: tuple[Accuracy, ...]
+    content: tuple[Content, ...]
 
 
 def judge(
     measurements: Sequence[Measurement],
     *,
     accuracy: Sequence[Accuracy] = (),
+    content: Sequence[Content] = (),
+    plan: Planned | None = None,
     tolerance: float = ACCEPTANCE_TOLERANCE,
     built_in: Callable[[str], bool] = lambda release: False,
 ) -> Report:
     """The report on ``measurements`` in any order (at least one).
 
+    ``plan`` says what the run should hold; without it a pair, shape or repeat that no phase has is not missed.
     ``tolerance``: largest difference of acceptance length between the arms, in tokens per verify pass. ``built_in``
     tells whether a stock release already verifies without the copy.
     """
@@ -168,18 +164,21 @@ def judge(
         ]
         results = [_overruled(row, Finding.NOTHING_TO_COMPARE) for row in results]
     else:
-        run = [*_incomplete(rows), *_environments(rows), *_overlay(rows), *_accuracy(accuracy)]
+        run = [*_incomplete(rows, plan), *_environments(rows), *_overlay(rows), *_accuracy(accuracy)]
+        run += _content(content, rows[0].environment)
         refusals = [*run, *_shapes_in_doubt(results), *_too_few(rows)]
         if run:
             results = [_overruled(row, Finding.NOT_COMPARABLE) for row in results]
+    notes = [*_notes(rows, results), *_content_notes(content, rows), *_plan_notes(plan, accuracy)]
     return Report(
         headline=None if refusals else _headline(results),
         refusals=tuple(refusals),
-        notes=tuple(_notes(rows, results)),
+        notes=tuple(notes),
         shapes=tuple(results),
         environment=rows[0].environment,
         statements=tuple(_statements(rows)),
         accuracy=tuple(sorted(accuracy, key=lambda a: (a.pair, a.arm))),
+        content=tuple(sorted(content, key=lambda c: c.phase)),
     )
 
 
@@ -207,15 +206,20 @@ def _cells(rows: Iterable[Measurement]) -> dict[tuple[int, str], list[Measuremen
     return dict(cells)
 
 
-def _incomplete(rows: Sequence[Measurement]) -> list[str]:
+def _incomplete(rows: Sequence[Measurement], plan: Planned | None) -> list[str]:
     """Missing arms, pairs, shapes and repeats, one sentence for each phase."""
     missing = [arm for arm in ARMS if all(m.arm != arm for m in rows)]
     if missing:
         return [f"incomplete: there are no measurements of the {missing[0]}-arm"]
     cells = _cells(rows)
     wanted = {(m.shape, m.repeat) for m in rows}
+    pairs = {m.pair for m in rows}
     reasons = []
-    for pair in sorted({m.pair for m in rows}):
+    if plan:
+        wanted |= {(shape, repeat) for shape in plan.shapes for repeat in range(plan.repeats)}
+        absent = [str(pair) for pair in range(plan.pairs) if pair not in pairs]
+        reasons = [f"incomplete: pair {pair} of the planned {plan.pairs} was not measured" for pair in absent]
+    for pair in sorted(pairs):
         for arm in ARMS:
             cell = cells.get((pair, arm), [])
             lacking = wanted - {(m.shape, m.repeat) for m in cell}
@@ -290,6 +294,60 @@ def _accuracy(results: Sequence[Accuracy]) -> list[str]:
     return [f"GSM8K accuracy differs beyond chance: {off:.3f} off, {on:.3f} on, over {questions} questions"]
 
 
+def _noise(environment: Environment) -> str:
+    """Why the texts are not the model's, "" when they are."""
+    if environment.simulated_acceptance is not None:
+        return "acceptance was simulated"
+    return "the weights are dummies" if option(environment.server_args, "--load-format") == "dummy" else ""
+
+
+def _content(found: Sequence[Content], environment: Environment) -> list[str]:
+    """An arm whose answers are degenerate while the other's are not; noise is not held against either."""
+    bad = {arm: [c for c in found if c.arm == arm and c.degenerate] for arm in ARMS}
+    if _noise(environment) or not all(any(c.arm == arm for c in found) for arm in ARMS):
+        return []
+    return [
+        f"the {arm}-arm's answers are degenerate and the {other}-arm's are not: content check of "
+        + ", ".join(f"pair {c.pair} ({c.bad} of {len(c.answers)})" for c in bad[arm])
+        for arm, other in (ARMS, ARMS[::-1])
+        if bad[arm] and not bad[other]
+    ]
+
+
+def _content_notes(found: Sequence[Content], rows: Sequence[Measurement]) -> list[str]:
+    notes = []
+    lacking = sorted({(m.phase, m.arm) for m in rows} - {(c.phase, c.arm) for c in found})
+    if lacking:
+        phases = ", ".join(f"phase {phase} ({arm})" for phase, arm in lacking)
+        notes.append(f"No content check of {phases}: only the speed of its answers is known.")
+    noise = _noise(rows[0].environment)
+    if found and noise:
+        notes.append(f"The content check shows what came back and judges nothing: {noise}, so that texts are noise.")
+    elif found and {c.arm for c in found if c.degenerate} == set(ARMS):
+        notes.append("The answers of both arms are degenerate in the content check: is this the right model?")
+    texts: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
+    for phase in found:
+        for answer in phase.answers:
+            texts[phase.pair, answer.prompt][phase.arm] = answer.text
+    both = [text for text in texts.values() if len(text) == len(ARMS)]
+    if both:
+        same = sum(text["off"] == text["on"] for text in both)
+        notes.append(
+            f"{same} of {len(both)} answers of the content check are the same text in both arms; a different text "
+            "alone is no fault, since rounding may turn a greedy token."
+        )
+    return notes
+
+
+def _plan_notes(plan: Planned | None, accuracy: Sequence[Accuracy]) -> list[str]:
+    if plan is None:
+        return ["There is no plan.json: a pair, shape or repeat that no phase has is not missed."]
+    phases = plan.pairs * len(plan.arms)
+    if plan.gsm8k and len(accuracy) < phases:
+        return [f"Incomplete: GSM8K was planned for {phases} phases and {len(accuracy)} have its result."]
+    return []
+
+
 def _too_few(rows: Sequence[Measurement]) -> list[str]:
     pairs = len({m.pair for m in rows})
     repeats = len({m.repeat for m in rows})
@@ -317,7 +375,7 @@ def _shape_result(rows: Sequence[Measurement], tolerance: float) -> ShapeResult:
         change=change,
         latency_change=latency_change,
         pairs=pairs,
-        interval=_in_percent(estimate),
+        interval=estimate.in_percent() if estimate else None,
         finding=finding,
         reason=reason,
     )
@@ -347,13 +405,6 @@ def _paired(rows: Sequence[Measurement]) -> tuple[tuple[PairChange, ...], Estima
             pairs.append(PairChange(pair, a, b, percent(log(statistics.median(b) / statistics.median(a)))))
             ratios.append(log_ratios(a, b))
     return tuple(pairs), paired_estimate(ratios)
-
-
-def _in_percent(estimate: Estimate | None) -> Interval | None:
-    if estimate is None:
-        return None
-    changes = (percent(estimate.change), percent(estimate.low), percent(estimate.high))
-    return Interval(*changes, percent(estimate.detectable), estimate.unit, estimate.degrees)
 
 
 def _finding(
@@ -388,8 +439,13 @@ def _acceptance(rows: Sequence[Measurement], tolerance: float) -> tuple[float, s
         key: [m.acceptance_length for m in cell if m.acceptance_length is not None]
         for key, cell in _cells(rows).items()
     }
-    if not all(values.values()):
-        return 0.0, "a server gave no acceptance length; was speculative decoding on?"
+    for (pair, arm), cell in _cells(rows).items():
+        silent = len(cell) - len(values[pair, arm])
+        if silent:
+            why = silence(rows[0].shape, rows[0].environment.server_args)
+            return 0.0, (
+                f"no acceptance length in {silent} of {len(cell)} runs of the {arm} phase of pair {pair}: {why}"
+            )
     medians = {key: statistics.median(found) for key, found in values.items()}
     off, on = ([value for (_, arm), value in sorted(medians.items()) if arm == name] for name in ARMS)
     if not off or not on:

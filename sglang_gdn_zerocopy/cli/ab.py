@@ -7,12 +7,12 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_gdn_zerocopy.bench import benchmark, runner
-from sglang_gdn_zerocopy.bench.client import port_is_free, server_version
+from sglang_gdn_zerocopy.bench import acceptance, benchmark, runner
+from sglang_gdn_zerocopy.bench.client import port_is_free, server_facts
 from sglang_gdn_zerocopy.bench.errors import RunFailed
 from sglang_gdn_zerocopy.bench.flags import translate
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Shape
@@ -36,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "ab",
         help="measure a stock server with the overlay off and on",
         description="Alternates phases with the overlay off and on. Each phase starts a fresh stock server with the "
-        "same arguments, runs the release's own one-batch benchmark over all shapes and stops the server. The same "
-        "command with the same --out continues an interrupted run.",
+        "same arguments, runs the release's own one-batch benchmark over all shapes, asks a few fixed prompts and "
+        "stops the server. The same command with the same --out continues an interrupted run.",
         epilog="Example: sglang-gdn-zerocopy ab --model Qwen/Qwen3.5-4B --out run -- --tp 1 --speculative-algorithm "
         "NEXTN --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4",
     )
@@ -105,7 +105,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Carry out or continue a run. Returns 0 when it is complete, 1 when it failed on the way; Ctrl-C passes through.
 
-    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log`` and ``.gsm8k.json``, and ``traces.json``.
+    Writes ``plan.json``, per phase ``.jsonl``, ``.log``, ``.client.log``, ``.gsm8k.json`` and
+    ``.content.json``, and ``traces.json``.
     Raises ``CommandError`` before anything is written.
     """
     _check_server_choice(args)
@@ -179,21 +180,24 @@ def _plan(args: argparse.Namespace, target: Target) -> tuple[Plan, list[str]]:
     if not external and not any(word.split("=")[0] == "--random-seed" for word in server_args):
         # Without one stock draws a new seed at every start.
         server_args = (*server_args, "--random-seed", str(args.seed))
+    shapes = _shapes(args.shapes)
     if external:
-        _check_release(args.base_url, target)
+        _check_server(args.base_url, target, shapes, notes)
+    else:
+        server_args = _stating_acceptance(shapes, server_args, notes)
     settings = _gsm8k(args, notes)
     plan = Plan(
         model=args.model,
         arms=arms,
         pairs=args.pairs,
         order=args.order,
-        shapes=_shapes(args.shapes),
+        shapes=shapes,
         warmup=args.warmup,
         repeats=args.repeats,
         trace=args.trace,
         gsm8k=settings,
         external=external,
-        environment=target.environment(server_args, args.seed),
+        environment=target.environment(server_args, args.seed, external=external),
     )
     _check_programs(plan, target, notes)
     if plan.repeats < _FEWEST_REPEATS:
@@ -239,13 +243,39 @@ def _check_next_arm(given: str, needed: str, number: int) -> None:
         )
 
 
-def _check_release(base_url: str, target: Target) -> None:
-    version = server_version(base_url)
-    if version is not None and version != target.release:
+def _check_server(base_url: str, target: Target, shapes: Sequence[Shape], notes: list[str]) -> None:
+    """Refuse a server of another release; note one that will be silent about its acceptance length."""
+    facts = server_facts(base_url)
+    if facts.version is not None and facts.version != target.release:
         raise CommandError(
-            f"the server at {base_url} is SGLang {version} and {target.python} has {target.release}: give the python "
-            "of the server's environment with --python"
+            f"the server at {base_url} is SGLang {facts.version} and {target.python} has {target.release}: give the "
+            "python of the server's environment with --python"
         )
+    needed = acceptance.needed_interval(shapes, facts.speculative)
+    interval = facts.decode_log_interval
+    if interval is not None and interval > needed and acceptance.speculates(facts.speculative):
+        notes.append(
+            f"the server at {base_url} states its acceptance length every {interval} decode passes, "
+            f"which a run may not reach: start it with {acceptance.LOG_INTERVAL} {needed} in both arms"
+        )
+
+
+def _stating_acceptance(shapes: Sequence[Shape], server_args: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
+    """The arguments with which the server states its acceptance length in every run, in both arms alike."""
+    needed = acceptance.needed_interval(shapes, server_args)
+    if not acceptance.speculates(server_args) or acceptance.log_interval(server_args) <= needed:
+        return server_args
+    if acceptance.option(server_args, acceptance.LOG_INTERVAL) is not None:
+        notes.append(
+            f"with {acceptance.LOG_INTERVAL} {acceptance.log_interval(server_args)} a run may end before the server "
+            f"states its acceptance length; {needed} or less is safe for these shapes"
+        )
+        return server_args
+    notes.append(
+        f"{acceptance.LOG_INTERVAL} {needed} is added for both arms: the shortest run may take no more verify passes, "
+        f"and stock states its acceptance length every {acceptance.STOCK_LOG_INTERVAL}"
+    )
+    return (*server_args, acceptance.LOG_INTERVAL, str(needed))
 
 
 def _check_overlay(target: Target) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sglang_gdn_zerocopy import settings
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.cli.model_config import GdnModel, read_model
-from sglang_gdn_zerocopy.records import ProbeReport, Release, Verdict
+from sglang_gdn_zerocopy.records import ProbeReport, Verdict
 from sglang_gdn_zerocopy.upstream.probe import examine_package, version_of
 from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, STOCK_COPY_LIMIT, wide_qkv_consumers
 
@@ -101,11 +101,13 @@ def examine(model: Path | None, tp: int, in_process: bool) -> Iterator[Finding]:
     else:
         version = version_of(package)
         yield Finding("sglang", State.OK, f"{version} in {package}")
-        report = examine_package(package, version, _read(settings.UNVERIFIED))
+        report = examine_package(package, version, _read(settings.UNVERIFIED), _read(settings.KERNELS))
         yield _release(report)
+        if report.patchable:
+            yield _kernels(report)
     yield _gpu()
     if model is not None:
-        yield from _model(read_model(model, tp), tp, report.release if report else None)
+        yield from _model(read_model(model, tp), tp, report)
     if in_process and package is not None:
         yield from _in_process()
 
@@ -177,6 +179,13 @@ def _release(report: ProbeReport) -> Finding:
     return Finding("release", state, report.reason)
 
 
+def _kernels(report: ProbeReport) -> Finding:
+    if report.kernels_off:
+        return Finding("kernels", State.NOTE, report.kernels_off)
+    tested = "after a self-test at start" if _read(settings.SELFTEST) else "without self-test (switched off)"
+    return Finding("kernels", State.OK, f"bundled conv kernel, {tested}")
+
+
 def _gpu() -> Finding:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
@@ -186,7 +195,7 @@ def _gpu() -> Finding:
     return Finding("gpu", State.OK, "; ".join(line.strip() for line in done.stdout.splitlines() if line.strip()))
 
 
-def _model(model: GdnModel | None, tp: int, release: Release | None) -> Iterator[Finding]:
+def _model(model: GdnModel | None, tp: int, report: ProbeReport | None) -> Iterator[Finding]:
     if model is None:
         yield Finding("model", State.NOT_APPLICABLE, "not applicable: the config has no GDN layers")
         return
@@ -194,6 +203,11 @@ def _model(model: GdnModel | None, tp: int, release: Release | None) -> Iterator
     heads = f"{model.num_k_heads // tp} key and {model.num_v_heads // tp} value heads a rank (ratio {ratio:g})"
     text = f"{model.name}: {model.layers} GDN layers, {heads}, qkv_dim {width} at TP {tp}"
     yield Finding("model", State.OK, text)
+    release = report.release if report else None
+    if report is not None and report.patchable and not report.kernels_off:
+        text = f"fused conv on Triton chains: one launch up to packed QKV in each of {model.layers} layers"
+        yield Finding("route", State.OK, f"{text}; upstream on FlashInfer")
+        return
     if width > STOCK_COPY_LIMIT:
         text = f"no copy to remove: qkv_dim {width} > {STOCK_COPY_LIMIT}"
         yield Finding("route", State.NOT_APPLICABLE, text)

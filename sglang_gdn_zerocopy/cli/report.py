@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_gdn_zerocopy.bench import plots, render
+from sglang_gdn_zerocopy.bench.content import Content, from_dict
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Measurement, read_measurements
+from sglang_gdn_zerocopy.bench.schedule import Planned, planned
 from sglang_gdn_zerocopy.bench.verdict import ACCEPTANCE_TOLERANCE, Accuracy, Report, judge
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.upstream.releases import RELEASES, SAME_BODIES
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 
 class Evidence(NamedTuple):
-    """What a folder of `ab` holds. ``traces`` is the object in traces.json, None without that file."""
+    """What a folder of `ab` holds. ``traces`` is the object in traces.json, ``plan`` what plan.json promises; None
+    without the file."""
 
     measurements: list[Measurement]
     accuracy: list[Accuracy]
+    content: list[Content]
     traces: dict[str, Any] | None
+    plan: Planned | None
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -62,7 +67,14 @@ def run(args: argparse.Namespace) -> int:
     _need("scipy", "report")
     if not args.json:
         _need("rich", "cli")
-    report = judge(evidence.measurements, accuracy=evidence.accuracy, tolerance=tolerance, built_in=_stock_has_no_copy)
+    report = judge(
+        evidence.measurements,
+        accuracy=evidence.accuracy,
+        content=evidence.content,
+        plan=evidence.plan,
+        tolerance=tolerance,
+        built_in=_stock_has_no_copy,
+    )
     _write_all(_documents(args, report, evidence.traces))
     if args.json:
         print(render.to_json(report, evidence.traces), end="")
@@ -114,7 +126,9 @@ def read_evidence(directory: Path) -> Evidence:
     if not measurements:
         raise CommandError(f"{directory} holds no measurements (*.jsonl): run `ab --out {directory}` first")
     accuracy = [_read_accuracy(path) for path in sorted(directory.glob("*.gsm8k.json"))]
-    return Evidence(list(measurements.values()), accuracy, _read_traces(directory / "traces.json"))
+    content = [_read_content(path) for path in sorted(directory.glob("*.content.json"))]
+    traces, plan = _read_traces(directory / "traces.json"), _read_plan(directory / "plan.json")
+    return Evidence(list(measurements.values()), accuracy, content, traces, plan)
 
 
 def _check(path: Path, row: Measurement) -> None:
@@ -167,6 +181,16 @@ def _read_accuracy(path: Path) -> Accuracy:
     return result
 
 
+def _read_content(path: Path) -> Content:
+    try:
+        found = from_dict(_read_object(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CommandError(f"{path} is no content check ({error}); move the file away or measure again") from None
+    if found.arm not in ARMS:
+        raise CommandError(f"{path}: arm {found.arm!r} is neither off nor on")
+    return found
+
+
 def _read_traces(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
@@ -176,6 +200,15 @@ def _read_traces(path: Path) -> dict[str, Any] | None:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CommandError(f"{path} is no trace comparison ({error!r}); move the file away") from None
     return traces
+
+
+def _read_plan(path: Path) -> Planned | None:
+    if not path.exists():
+        return None
+    try:
+        return planned(_read_object(path))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CommandError(f"{path} is no plan of `ab` ({error!r}); put the run's own plan.json back") from None
 
 
 def _documents(args: argparse.Namespace, report: Report, traces: dict[str, Any] | None) -> dict[Path, str]:

@@ -36,6 +36,21 @@ _SOFTPLUS_THRESHOLD = 20.0
 _MAX_REQUESTS = 65535
 
 
+class Inputs(NamedTuple):
+    """The first arguments of ``recurrent_verify``, in order."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    state: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
 class FoldRing(NamedTuple):
     """The buffers of the fold ring protocol; all are written, at rows [slot, :, token] with token < L."""
 

@@ -18,7 +18,9 @@ class Case:
     the rest has a zero-length segment. ``buffer_steps`` is the draft dimension that the buffers were allocated
     with (default: ``draft_tokens``). ``windows`` is "dense" or "overlapping". dtypes are torch's names; on a GPU
     the activations are bfloat16 (see :func:`on_gpu`), since the Triton interpreter computes bfloat16 wrongly.
-    ``layers`` calls are made one after the other, each with buffers of its own.
+    ``layers`` calls are made one after the other, each with buffers of its own. ``model`` names the model whose GDN
+    layer is run from its projection on ("qwen3_5" or "qwen3_next"); empty, the backend is called with packed QKV.
+    ``strided_unpack``: the case needs a release whose unpack takes row strides.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Case:
     row_padding: int = 0
     layers: int = 1
     ring_steps: int = 16
+    model: str = ""
+    strided_unpack: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -78,12 +82,24 @@ CASES = (
     Case("circular ring", protocol=_CIRCULAR, draft_tokens=4),
     Case("circular ring, padded graph rows", protocol=_CIRCULAR, slots=(1, -1), live=1, draft_tokens=3),
     Case("circular ring, ratio 3, dense windows", protocol=_CIRCULAR, num_v_heads=3, draft_tokens=2, windows="dense"),
+    Case("Qwen3.5 layer", model="qwen3_5", num_k_heads=2, num_v_heads=4),
+    Case("Qwen3.5 layer, dense windows, ratio 1", model="qwen3_5", num_v_heads=1, windows="dense", draft_tokens=3),
+    Case("Qwen3.5 layer, ratio 3", model="qwen3_5", num_v_heads=3, draft_tokens=2),
+    Case("Qwen3.5 layer, padded graph rows", model="qwen3_5", slots=(2, 3, -1), live=2, draft_tokens=2),
+    Case("Qwen3.5 layer, one GEMM output", model="qwen3_5", row_padding=12, draft_tokens=2, strided_unpack=True),
+    Case("Qwen3.5 layer, tree", model="qwen3_5", tree=True, windows="dense"),
+    Case("Qwen3.5 layer, fold ring", model="qwen3_5", protocol=_FOLD, ring_steps=4),
+    Case("Qwen3.5 layer, circular ring", model="qwen3_5", protocol=_CIRCULAR),
+    Case("Qwen3-Next layer", model="qwen3_next", num_k_heads=2, num_v_heads=4),
+    Case("Qwen3-Next layer, ratio 4", model="qwen3_next", num_v_heads=4, draft_tokens=2, slots=(1,)),
+    Case("Qwen3-Next layer, fold ring", model="qwen3_next", protocol=_FOLD, ring_steps=4, draft_tokens=3),
+    Case("Qwen3-Next layer, circular ring", model="qwen3_next", protocol=_CIRCULAR, draft_tokens=3),
 )
 
 
-def cases_for(protocols: tuple[Protocol, ...]) -> tuple[Case, ...]:
-    """The cases that a release with these protocols can run."""
-    return tuple(case for case in CASES if case.protocol in protocols)
+def cases_for(protocols: tuple[Protocol, ...], strided_unpack: bool) -> tuple[Case, ...]:
+    """The cases that a release can run: with these protocols, and an unpack that takes row strides or does not."""
+    return tuple(case for case in CASES if case.protocol in protocols and (strided_unpack or not case.strided_unpack))
 
 
 def on_gpu(case: Case) -> tuple[Case, ...]:

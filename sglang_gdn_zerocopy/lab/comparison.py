@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +12,11 @@ import torch
 import sglang_gdn_zerocopy as overlay
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.world import World, build_world
+from sglang_gdn_zerocopy.records import Route
 
+_ROUTES = {route.value for route in Route}
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Columns of the table: a result's name and the tensors of the world that make it up.
 _COLUMNS = {
@@ -22,24 +24,6 @@ _COLUMNS = {
     "conv state": ("conv_state",),
     "inputs": ("mixed_qkv", "gates", "next_token", "next_sibling", "parent_token", "query_start_loc", "slots"),
 }
-
-
-@dataclass(frozen=True)
-class CaseResult:
-    """One case on one release. ``equal``: result -> whether its bits are the same in both runs."""
-
-    case: str
-    protocol: str
-    route: str
-    layers: int
-    copies_before: int
-    copies_after: int
-    equal: dict[str, bool]
-
-    @property
-    def bits_equal(self) -> bool:
-        """Whether every result is the same in both runs."""
-        return all(self.equal.values())
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -72,23 +56,37 @@ def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
     The environment must switch the overlay on; it is activated for the second run and deactivated again.
     """
     equal: dict[str, bool] = {}
-    copies = {False: 0, True: 0}
+    copies, launches = {False: 0, True: 0}, {False: 0, True: 0}
     routes: set[str] = set()
     for layer in range(case.layers):
         runs: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
         for on in (False, True):
             world = build_world(case, seed + layer, device, harness.low_parts)
-            before, counts = harness.copies, _route_counts()
+            before, counts = (harness.copies, harness.launches), _route_counts()
             with poisoned_memory():
                 output, state = _verify(harness, world, on)
-            copies[on] += harness.copies - before
+            copies[on] += harness.copies - before[0]
+            launches[on] += harness.launches - before[1]
             if on:
-                routes |= (_route_counts() - counts).keys() if state == "installed" else {state}
+                taken = _route_counts() - counts
+                routes |= {name for name in taken if name in _ROUTES} if state == "installed" else {state}
+                if taken[Route.BUNDLED.value] > taken["recurrence"]:
+                    routes.add("stock's recurrence")
             runs.append((output, world.tensors))
         for column, same in _compare_runs(*runs).items():
             equal[column] = equal.get(column, True) and same
     route = " and ".join(sorted(routes)) or "no verify call seen"
-    return CaseResult(case.name, case.protocol.value, route, case.layers, copies[False], copies[True], equal)
+    return CaseResult(
+        case=case.name,
+        protocol=case.protocol.value,
+        route=route,
+        layers=case.layers,
+        copies_before=copies[False],
+        copies_after=copies[True],
+        launches_before=launches[False],
+        launches_after=launches[True],
+        equal=equal,
+    )
 
 
 def _verify(harness: Harness, world: World, on: bool) -> tuple[torch.Tensor, str]:
@@ -112,9 +110,11 @@ def _compare_runs(
 
 
 def _route_counts() -> Counter[str]:
-    """Calls so far by the route's name."""
+    """Calls so far by the route's name, and launches of the bundled recurrence."""
     counts: Counter[str] = Counter()
     for row in overlay.status()["counts"]:
+        if row["stage"] == "recurrence":
+            counts["recurrence"] += row["count"]
         _, arrow, route = row["stage"].rpartition(" -> ")
         if arrow:
             counts[route] += row["count"]

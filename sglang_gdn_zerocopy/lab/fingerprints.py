@@ -1,20 +1,21 @@
-"""For maintainers: print the rows of ``upstream/releases.py`` for unpacked releases.
+"""For maintainers: print the body tables of ``upstream/releases.py`` for unpacked releases.
 
     python -m sglang_gdn_zerocopy.lab.fingerprints VERSION=FOLDER...
 
-FOLDER holds a release's ``sglang`` package. The rows say what the overlay relies on in that release.
+FOLDER holds a release's ``sglang`` package; versions come oldest first. The tables say what the overlay relies on, and
+from which release on it has which body.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sglang_gdn_zerocopy.upstream.fingerprint import fingerprint_file
 
-# Definitions whose body the overlay relies on; a release holds those of them that exist there.
-_RELIED_ON = {
+# File name -> definitions whose body the views rely on; a release holds those of them that exist there.
+VIEWS_RELY_ON = {
     "gdn_backend.py": (
         "GDNAttnBackend.forward_extend",
         "GDNAttnBackend._init_target_verify_qkv_routing",
@@ -38,26 +39,54 @@ _RELIED_ON = {
     ),
     "*gdn_fused_proj.py": ("fused_qkv_split_gdn_prefill_kernel", "fused_qkv_split_gdn_prefill"),
 }
+# The same for the bundled kernels: what they stand in for, and the way from a model's projection to the backend.
+KERNELS_RELY_ON = {
+    "causal_conv1d_triton.py": ("_causal_conv1d_update_kernel", "causal_conv1d_update"),
+    "*gdn_fused_proj.py": (
+        "fused_qkvzba_split_reshape_cat_kernel",
+        "fused_qkvzba_split_reshape_cat",
+        "fused_qkvzba_split_reshape_cat_contiguous_kernel",
+        "fused_qkvzba_split_reshape_cat_contiguous",
+    ),
+    "qwen3_5.py": ("Qwen3_5GatedDeltaNet.forward",),
+    "qwen3_next.py": ("Qwen3GatedDeltaNet.forward",),
+    "radix_linear_attention.py": ("RadixLinearAttention.forward",),
+    "hybrid_linear_attn_backend.py": ("HybridLinearAttnBackend.forward", "HybridLinearAttnBackend.forward_extend"),
+    "forward_context.py": ("get_attn_backend",),
+}
+_ELSEWHERE = ("hardware_backend", "test", "configs", "multimodal_gen")
 
 
-def relied_on(folder: Path) -> dict[str, dict[str, str]]:
-    """What the overlay relies on in the ``sglang`` package below ``folder``: path -> qualified name -> fingerprint."""
+def relied_on(folder: Path, wanted: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, str]]:
+    """Qualified name -> (path inside the package, fingerprint) of ``wanted`` in the ``sglang`` below ``folder``."""
     package = folder / "sglang"
-    found: dict[str, dict[str, str]] = {}
-    for pattern, names in _RELIED_ON.items():
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, names in wanted.items():
         for path in sorted(package.rglob(pattern)):
-            if "hardware_backend" not in path.parts:
+            relative = path.relative_to(package)
+            if not set(_ELSEWHERE) & set(relative.parts):
                 bodies = fingerprint_file(path)
-                relative = path.relative_to(package).as_posix()
-                found[relative] = {name: bodies[name] for name in names if name in bodies}
+                found |= {name: (relative.as_posix(), bodies[name]) for name in names if name in bodies}
     return found
 
 
+def history(releases: Mapping[str, Path], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, list[tuple[str, ...]]]:
+    """Qualified name -> (first release, path, fingerprint) of each of its bodies, oldest first; no path: gone."""
+    table: dict[str, list[tuple[str, ...]]] = {name: [] for names in wanted.values() for name in names}
+    for version, folder in releases.items():
+        found = relied_on(folder, wanted)
+        for name, bodies in table.items():
+            body = found.get(name, ("", ""))
+            if body != (bodies[-1][1:] if bodies else ("", "")):
+                bodies.append((version, *body))
+    return table
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Print one dictionary literal a release."""
-    for argument in arguments:
-        version, _, folder = argument.partition("=")
-        print(f'"{version}": {relied_on(Path(folder))!r},')
+    """Print both tables as dictionary literals."""
+    releases = {version: Path(folder) for version, _, folder in (a.partition("=") for a in arguments)}
+    for title, wanted in {"_VIEWS_BODIES": VIEWS_RELY_ON, "_KERNEL_BODIES": KERNELS_RELY_ON}.items():
+        print(f"{title} = {history(releases, wanted)!r}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Import a release's own backend and kernels from its wheel on a machine without SGLang's dependencies.
 
 The modules under comparison are the wheel's own files, unchanged. Everything else below ``sglang`` and
-``sgl_kernel`` is a stand-in: a name that can be imported, called and subclassed, and that does nothing. A process
-mounts one release and is then used up.
+``sgl_kernel``, and what the model files import beside it and is not installed, is a stand-in: a name that can be
+imported, called and subclassed, and that does nothing. A process mounts one release and is then used up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,20 @@ _REAL_FILES = frozenset(
         "gdn_replayssm_spec_decode",
     }
 )
-_REAL_MODULES = frozenset({"sglang.srt.layers.attention.linear.utils"})
+# The way from a model's GDN layer to the backend.
+_REAL_MODULES = frozenset(
+    {
+        "sglang.srt.layers.attention.linear.utils",
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend",
+        "sglang.srt.layers.attention.base_attn_backend",
+        "sglang.srt.layers.radix_linear_attention",
+        "sglang.srt.model_executor.forward_context",
+        "sglang.srt.models.qwen3_5",
+        "sglang.srt.models.qwen3_next",
+    }
+)
+_SGLANG = ("sglang", "sgl_kernel")
+_OTHERS = ("safetensors", "transformers", "einops")
 
 
 class _StandInType(type):
@@ -47,15 +60,31 @@ class _StandInType(type):
 
 
 def _stand_in(name: str) -> type:
-    return _StandInType(name, (), {"__init__": lambda self, *args, **kwargs: None, "__bool__": lambda self: False})
+    members = {"__init__": _nothing, "__call__": _as_decorator, "__bool__": _no}
+    return _StandInType(name, (), members)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _as_decorator(self: object, *args: Any, **kwargs: Any) -> Any:
+    """Called with one function, return it: a stand-in may decorate what is real."""
+    return args[0] if len(args) == 1 and callable(args[0]) else None
 
 
 def _yes() -> bool:
     return True
 
 
-def _no() -> bool:
+def _no(self: object = None) -> bool:
     return False
+
+
+def _has_pdl() -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 class SpeculativeState:
@@ -80,10 +109,14 @@ def _known_stand_ins() -> dict[str, Any]:
         "is_npu": _no,
         "is_xpu": _no,
         "is_musa": _no,
-        "is_arch_support_pdl": _no,
+        # As stock answers it: compute capability 9.0 and up.
+        "is_arch_support_pdl": _no if not torch.cuda.is_available() else _has_pdl,
         "torch_release": release,
         "get_eager_max_batch_size": lambda *args: 0,
         "MambaPool": _MambaPool,
+        # No piecewise graph of a prefill is running.
+        "get_forward_context": _nothing,
+        "get_tc_piecewise_forward_context": _nothing,
     }
 
 
@@ -108,11 +141,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._folder = folder
         self._known = _known_stand_ins()
         self.stand_ins: list[str] = []
+        self._stood_in_for = {*_SGLANG, *(name for name in _OTHERS if importlib.util.find_spec(name) is None)}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in ("sglang", "sgl_kernel"):
+        top = fullname.partition(".")[0]
+        if top not in self._stood_in_for:
             return None
         file = self._folder / (fullname.replace(".", "/") + ".py")
         below = fullname.startswith(_REAL_BELOW) and fullname.rpartition(".")[2] in _REAL_FILES

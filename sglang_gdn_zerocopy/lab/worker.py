@@ -34,22 +34,25 @@ def main(arguments: Sequence[str]) -> int:
     from sglang_gdn_zerocopy.lab.cases import cases_for, on_gpu
     from sglang_gdn_zerocopy.lab.comparison import compare
     from sglang_gdn_zerocopy.lab.harness import Harness
+    from sglang_gdn_zerocopy.settings import KERNELS
     from sglang_gdn_zerocopy.upstream import probe
 
     harness = Harness()
     package = probe.package_of(harness.module)
     version = probe.version_of(package)
-    report = probe.examine_module(harness.module, probe.examine_package(package, version))
+    examined = probe.examine_package(package, version, want_kernels=KERNELS.read())
+    report = probe.examine_module(harness.module, examined)
     if report.release is None:
         _say(error=report.reason)
         return 0
-    cases = cases_for(report.release.protocols)
+    cases = cases_for(report.release.protocols, harness.strided_unpack)
     if device != "cpu":
         cases = tuple(variant for case in cases for variant in on_gpu(case))
     _say(
         version=version,
         verdict=report.verdict.value,
         reason=report.reason,
+        kernels_off=report.kernels_off,
         cases=len(cases),
         torch=torch.__version__,
         triton=triton.__version__,

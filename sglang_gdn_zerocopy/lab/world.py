@@ -31,6 +31,8 @@ class World:
     mixed_qkv: torch.Tensor
     a: torch.Tensor
     b: torch.Tensor
+    projection: torch.Tensor
+    projection_ba: torch.Tensor
 
 
 def build_world(case: Case, seed: int, device: str, low_parts: bool) -> World:
@@ -45,9 +47,11 @@ def build_world(case: Case, seed: int, device: str, low_parts: bool) -> World:
     Ta = case.buffer_steps or T
     rows, dim = case.num_requests * T, (2 * H + HV) * HEAD_DIM
 
-    packed = make.normal("mixed_qkv", (rows, dim + case.row_padding), activation)
+    # A projection holds z behind (or, interleaved, between) packed QKV; a case without model uses its first part.
+    wide = dim + HV * HEAD_DIM if case.model else dim
+    packed = make.normal("mixed_qkv", (rows, wide + case.row_padding), activation)
     # Gates arrive as the two halves of one projection.
-    gates = make.normal("gates", (rows, 2 * HV), activation)
+    gates = make.normal("gates", (rows, 2 * HV + (case.row_padding if case.model else 0)), activation)
     layer = SimpleNamespace(
         layer_id=0,
         num_q_heads=H,
@@ -92,6 +96,8 @@ def build_world(case: Case, seed: int, device: str, low_parts: bool) -> World:
         mixed_qkv=packed[:, :dim],
         a=gates[:, :HV],
         b=gates[:, HV:],
+        projection=packed[:, :wide],
+        projection_ba=gates[:, : 2 * HV],
     )
 
 

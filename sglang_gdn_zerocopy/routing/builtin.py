@@ -14,12 +14,24 @@ _NEEDS_ITS_OWN_LAYOUT = {
 
 @hookimpl(trylast=True)
 def gdn_zerocopy_route(shape: CallShape) -> Decision:
-    """Views for Triton consumers where stock would copy; upstream for all else."""
+    """The bundled kernels for chains, views for what they do not take, upstream where there is nothing to remove.
+
+    The circular ring's verify is no recurrence: behind the fused conv stock's own kernel reads views.
+    """
     if shape.consumer is not Consumer.TRITON:
         why = _NEEDS_ITS_OWN_LAYOUT[shape.consumer]
         return Decision(Route.UPSTREAM, f"overlay inactive: verify={shape.consumer_name}; {why}")
-    if shape.qkv_dim > shape.copy_limit:
-        return Decision(Route.UPSTREAM, f"no copy to remove: qkv_dim {shape.qkv_dim} > {shape.copy_limit}")
     if shape.tree and shape.protocol is not Protocol.SNAPSHOTS:
         return Decision(Route.UPSTREAM, f"a draft tree with a {shape.protocol.value}; stock serves chains only")
+    if shape.bundled_kernels and not shape.tree and shape.protocol is not Protocol.CIRCULAR_RING:
+        return Decision(
+            Route.BUNDLED, "one launch up to packed QKV and one for the recurrence, which reads it in place"
+        )
+    if shape.bundled_kernels and not shape.tree:
+        text = f"one launch up to packed QKV, which {shape.consumer_name} reads through views"
+        return Decision(Route.FUSED_CONV, text)
+    if shape.copy_limit == 0:
+        return Decision(Route.UPSTREAM, "no copy to remove: this release reads packed QKV through views itself")
+    if shape.qkv_dim > shape.copy_limit:
+        return Decision(Route.UPSTREAM, f"no copy to remove: qkv_dim {shape.qkv_dim} > {shape.copy_limit}")
     return Decision(Route.VIEWS, f"{shape.consumer_name} reads packed QKV through views, no copy")

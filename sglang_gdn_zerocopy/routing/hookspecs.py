@@ -20,6 +20,6 @@ class RoutePolicy:
     def gdn_zerocopy_route(self, shape: CallShape) -> Decision | None:
         """Decide one target-verify call from its ``shape``; None means no opinion.
 
-        Called once per distinct shape and process, not per call. A policy may keep a call upstream; asking for
-        views where the built-in policy does not allow them has no effect.
+        Called once per distinct shape and process, not per call. A policy may leave more to stock than the built-in
+        one does (views instead of the fused conv, upstream instead of views); asking for more has no effect.
         """

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_gdn_zerocopy.records import CallShape, Consumer, Decision, Protocol, Release, Route
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
+    CONV_ARGUMENTS,
+    CONV_KEYWORDS,
     COPY_LIMIT,
     FLASHINFER_VERIFY_CLASS,
     FORWARD_ARGUMENTS,
+    FORWARD_CONTEXT_MODULE,
+    PATH,
+    RECURRENCE_FIXED,
+    RECURRENCE_INPUTS,
+    RECURRENCE_RING,
+    RECURRENCE_SNAPSHOTS,
     TRITON_VERIFY_CLASS,
 )
 
+# Of the conv's keyword arguments, its tensors.
+_CONV_INDICES = ("conv_state_indices", "intermediate_conv_window", "intermediate_state_indices")
 _DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -26,8 +37,178 @@ _DTYPE_NAMES = {
 
 def is_target_verify(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call's mode flag says target verify. The flag decides, never the shape."""
-    forward_batch = args[1] if len(args) > 1 else kwargs["forward_batch"]
-    return bool(forward_batch.forward_mode.is_target_verify())
+    return bool(batch_of(args, kwargs).forward_mode.is_target_verify())
+
+
+class ConvCall(NamedTuple):
+    """What one call of stock's conv works on, see :func:`sglang_gdn_zerocopy.kernels.conv_update.conv_update`.
+
+    ``x`` [N, D, T] as stock passes it, a transposed view of packed rows; ``rows`` the same as [N * T, D].
+    """
+
+    x: torch.Tensor
+    rows: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+    conv_state: torch.Tensor
+    slots: torch.Tensor
+    windows: torch.Tensor
+    window_rows: torch.Tensor
+
+
+def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvCall:
+    """The conv call of a target-verify chain from stock's arguments.
+
+    Raises ``ValueError`` for a call with other arguments, for a tree, and for anything that is not there.
+    """
+    known = dict(zip(CONV_ARGUMENTS, args, strict=False)) | dict(kwargs)
+    strange = known.keys() - set(CONV_ARGUMENTS) - CONV_KEYWORDS
+    if strange or len(args) > len(CONV_ARGUMENTS):
+        raise ValueError(f"stock's conv was called with {', '.join(sorted(strange)) or 'more arguments'}")
+    if any(known.get(name) is not None for name in CONV_KEYWORDS if name.startswith("retrieve_")):
+        raise ValueError("stock's conv was called for a draft tree")
+    tensors: list[Any] = [known.get(name) for name in ("x", "weight", "conv_state", *_CONV_INDICES)]
+    x, weight, conv_state, slots, windows, window_rows = tensors
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or x.dim() != 3:
+        raise ValueError("stock's conv was called without one of its tensors")
+    return ConvCall(
+        x=x,
+        rows=x.transpose(1, 2).view(-1, x.shape[1]),
+        weight=weight,
+        bias=known.get("bias"),
+        silu=_is_silu(known.get("activation")),
+        conv_state=conv_state,
+        slots=slots,
+        windows=windows,
+        window_rows=window_rows,
+    )
+
+
+def stock_conv_with(conv: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Stock's conv as a function of (rows [N * T, D], T, weight, bias, silu, conv state, slots, windows, window rows)
+    that returns packed QKV [N * T, D]."""
+
+    def call(rows: torch.Tensor, draft_tokens: int, *tensors: Any) -> torch.Tensor:
+        weight, bias, silu, conv_state, slots, windows, window_rows = tensors
+        x = rows.view(-1, draft_tokens, rows.shape[1]).transpose(1, 2)
+        indices = dict(zip(_CONV_INDICES, (slots, windows, window_rows), strict=True))
+        output: torch.Tensor = conv(x, conv_state, weight, bias, "silu" if silu else None, **indices)
+        return output.transpose(1, 2).view(rows.shape[0], -1)
+
+    return call
+
+
+class RecurrenceCall(NamedTuple):
+    """What one call of stock's recurrence works on, see ``kernels.recurrent_verify``.
+
+    ``inputs``: its first ten arguments, in order. ``kept``: the snapshots' two tensors or the ring's four.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    kept: tuple[torch.Tensor, ...]
+
+
+def read_recurrence_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RecurrenceCall:
+    """The recurrence of a target-verify chain from stock's arguments.
+
+    Raises ``ValueError`` for a call with other arguments or other values of those that stock keeps fixed.
+    """
+    known = {
+        *RECURRENCE_INPUTS,
+        *RECURRENCE_FIXED,
+        *RECURRENCE_RING,
+        *RECURRENCE_SNAPSHOTS,
+        "cache_ring",
+        "cache_steps",
+    }
+    strange = kwargs.keys() - known
+    if args or strange:
+        raise ValueError(f"stock's recurrence was called with {', '.join(sorted(strange)) or 'positional arguments'}")
+    for name, value in RECURRENCE_FIXED.items():
+        given = kwargs.get(name)
+        if given is not value and given != value:
+            raise ValueError(f"stock's recurrence was called with {name}={given!r}")
+    names = RECURRENCE_RING if kwargs.get("cache_ring") else RECURRENCE_SNAPSHOTS
+    tensors = [kwargs.get(name) for name in (*RECURRENCE_INPUTS, *names)]
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        raise ValueError("stock's recurrence was called without one of its tensors")
+    count = len(RECURRENCE_INPUTS)
+    return RecurrenceCall(tuple(tensors[:count]), tuple(tensors[count:]))  # type: ignore[arg-type]  # looked at above
+
+
+def stock_recurrence_with(recurrence: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """Stock's recurrence as a function of (inputs, kept), see :class:`RecurrenceCall`, that returns the output."""
+
+    def call(inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor]) -> torch.Tensor:
+        named: dict[str, Any] = dict(zip(RECURRENCE_INPUTS, inputs, strict=True)) | RECURRENCE_FIXED
+        if len(kept) == len(RECURRENCE_SNAPSHOTS):
+            named |= dict(zip(RECURRENCE_SNAPSHOTS, kept, strict=True)) | {"cache_steps": kept[0].shape[1]}
+        else:
+            named |= dict(zip(RECURRENCE_RING, kept, strict=True)) | {"cache_ring": True}
+        output: torch.Tensor = recurrence(**named)
+        return output
+
+    return call
+
+
+def _is_silu(activation: Any) -> bool:
+    return activation in ("silu", "swish") or activation is True
+
+
+def conv_buffers(backend: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The conv state and the intermediate conv windows of ``layer`` in ``backend``'s pool."""
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    return cache.conv[0], cache.intermediate_conv_window[0]
+
+
+def conv_parameters(layer: Any) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+    """Weight [D, W], bias [D] or None, and whether SiLU follows, of ``layer``'s conv."""
+    return layer.conv_weights, layer.bias, _is_silu(layer.activation)
+
+
+def packed_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The packed QKV in the arguments of the backend's forward."""
+    return args[2] if len(args) > 2 else kwargs[FORWARD_ARGUMENTS[2]]
+
+
+class StockPath:
+    """The way from a model's layer to the backend, as stock has it: no other code may see packed QKV on it."""
+
+    def __init__(self) -> None:
+        self._own = [_own_functions(*place) for place in PATH]
+
+    def backend_of(self, layer: Any) -> Any:
+        """The GDN backend that ``layer``'s call will reach, None when someone else's code may stand in between."""
+        hybrid = sys.modules[FORWARD_CONTEXT_MODULE].get_attn_backend()
+        for thing, (kind, functions) in zip((layer, hybrid), self._own, strict=True):
+            if type(thing) is not kind or not functions:
+                return None
+            for name, function in functions.items():
+                if vars(kind).get(name) is not function or name in vars(thing):
+                    return None
+        return hybrid.linear_attn_backend
+
+
+def _own_functions(module_name: str, class_name: str, names: tuple[str, ...]) -> tuple[type, dict[str, Any]]:
+    """A class and those functions of it, none when one of them is not of the module's own file."""
+    module = sys.modules[module_name]
+    kind = getattr(module, class_name)
+    functions = {name: vars(kind).get(name) for name in names}
+    for function in functions.values():
+        if not isinstance(function, FunctionType) or function.__code__.co_filename != module.__file__:
+            return kind, {}
+    return kind, functions
+
+
+def layer_of(model_layer: Any) -> Any:
+    """The attention layer that a model's GDN layer calls with its packed QKV."""
+    return model_layer.attn
+
+
+def batch_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The batch in the arguments of a model layer's forward."""
+    return args[1] if len(args) > 1 else kwargs["forward_batch"]
 
 
 def _not_ours(reason: str) -> Decision:
@@ -37,8 +218,9 @@ def _not_ours(reason: str) -> Decision:
 class Adapter:
     """Reads the live objects of one imported backend module. Keeps no state between calls."""
 
-    def __init__(self, module: ModuleType, release: Release) -> None:
+    def __init__(self, module: ModuleType, release: Release, bundled_kernels: bool) -> None:
         self._module = module
+        self._bundled_kernels = bundled_kernels
         self._backend_class = getattr(module, BACKEND_CLASS)
         self._triton_class = getattr(module, TRITON_VERIFY_CLASS)
         self._release = release
@@ -49,12 +231,20 @@ class Adapter:
 
         ``args`` and ``kwargs`` are what the caller passed; nothing in them is written.
         """
-        if type(backend) is not self._backend_class:
-            return _not_ours(f"{type(backend).__name__} is not {BACKEND_CLASS} itself")
         unknown = kwargs.keys() - self._known_kwargs
         if unknown:
             return _not_ours(f"unknown argument {', '.join(sorted(unknown))}")
         layer, batch, mixed_qkv = (args[i] if len(args) > i else kwargs[FORWARD_ARGUMENTS[i]] for i in range(3))
+        if not isinstance(mixed_qkv, torch.Tensor) or mixed_qkv.dim() != 2:
+            return _not_ours("mixed_qkv is not one tensor of shape [rows, qkv_dim]")
+        return self.shape_of(backend, layer, batch, mixed_qkv.shape[0], mixed_qkv.shape[1], mixed_qkv.dtype)
+
+    def shape_of(
+        self, backend: Any, layer: Any, batch: Any, rows: int, qkv_dim: int, dtype: torch.dtype
+    ) -> CallShape | Decision:
+        """The same from the sizes of packed QKV ``[rows, qkv_dim]``, which need not exist yet."""
+        if type(backend) is not self._backend_class:
+            return _not_ours(f"{type(backend).__name__} is not {BACKEND_CLASS} itself")
         if getattr(backend, "mis_metadata", None) is not None:
             return _not_ours("multi-item scoring is active")
         draft_tokens = getattr(batch.spec_info, "draft_token_num", None)
@@ -62,9 +252,6 @@ class Adapter:
             return _not_ours(f"spec_info has draft_token_num {draft_tokens!r}")
         if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
             return _not_ours("a ragged verify layout is set")
-        if not isinstance(mixed_qkv, torch.Tensor) or mixed_qkv.dim() != 2:
-            return _not_ours("mixed_qkv is not one tensor of shape [rows, qkv_dim]")
-        rows, qkv_dim = mixed_qkv.shape
         if rows == 0 or rows % draft_tokens:
             return _not_ours(f"{rows} rows are no whole number of requests of {draft_tokens} draft tokens")
         if qkv_dim != layer.q_dim + layer.k_dim + layer.v_dim or layer.num_q_heads != layer.num_k_heads:
@@ -89,9 +276,10 @@ class Adapter:
             head_k_dim=layer.head_k_dim,
             head_v_dim=layer.head_v_dim,
             qkv_dim=qkv_dim,
-            copy_limit=getattr(self._module, COPY_LIMIT),
-            activation_dtype=_DTYPE_NAMES.get(mixed_qkv.dtype, "other"),
+            copy_limit=getattr(self._module, COPY_LIMIT) if self._release.copies else 0,
+            activation_dtype=_DTYPE_NAMES.get(dtype, "other"),
             state_dtype=_DTYPE_NAMES.get(cache.temporal.dtype, "other"),
+            bundled_kernels=self._bundled_kernels,
         )
 
     def _consumer(

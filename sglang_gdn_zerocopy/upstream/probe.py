@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +16,7 @@ from sglang_gdn_zerocopy.records import ProbeReport, Release, Verdict
 from sglang_gdn_zerocopy.upstream.fingerprint import fingerprint_file
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
+    CONV_FUNCTION,
     COPY_FUNCTION,
     COPY_LIMIT,
     RELEASES,
@@ -45,10 +48,10 @@ def version_of(package: Path) -> str:
         return "unknown"
 
 
-def differing_bodies(package: Path, release: Release) -> tuple[str, ...]:
-    """The definitions below ``package`` whose body is not the one of ``release``, as "name in path"."""
+def differing_bodies(package: Path, fingerprints: Mapping[str, Mapping[str, str]]) -> tuple[str, ...]:
+    """The definitions below ``package`` whose body is not the one in ``fingerprints``, as "name in path"."""
     differs = []
-    for path, bodies in release.fingerprints.items():
+    for path, bodies in fingerprints.items():
         try:
             found = fingerprint_file(package / path)
         except (OSError, SyntaxError, UnicodeDecodeError):
@@ -67,28 +70,42 @@ def nearest_release(version: str) -> Release:
     return RELEASES[max(older or [min(RELEASES, key=Version)], key=Version)]
 
 
-def examine_package(package: Path, version: str, allow_unverified: bool = False) -> ProbeReport:
+def examine_package(
+    package: Path, version: str, allow_unverified: bool = False, want_kernels: bool = True
+) -> ProbeReport:
     """Version and bodies of a ``sglang`` package folder against the table. Reads source files only.
 
-    ``allow_unverified`` turns a build that is unknown or was edited into ``Verdict.UNVERIFIED``.
+    ``allow_unverified`` turns a build that is unknown or was edited into ``Verdict.UNVERIFIED``; such a build gets
+    views only. ``want_kernels``: the bundled kernels are asked for.
     """
     release = RELEASES.get(SAME_BODIES.get(version, version))
     if release is None:
         reason = f"SGLang {version} is not among the supported releases ({', '.join(RELEASES)}); {REMEDY}"
         differs: tuple[str, ...] = ()
     else:
-        differs = differing_bodies(package, release)
+        differs = differing_bodies(package, release.fingerprints)
         reason = f"this SGLang {version} is not the released one: {'; '.join(differs)} differs; {REMEDY}"
     if release is not None and not differs:
-        if release.copies:
-            return ProbeReport(Verdict.SUPPORTED, f"SGLang {version}, stock", version, release)
-        reason = f"built in: SGLang {version} reads packed QKV through views itself; nothing to patch"
-        return ProbeReport(Verdict.BUILT_IN, reason, version, release)
+        kernels_off = _kernels_off(package, release, want_kernels)
+        if release.copies or not kernels_off:
+            return ProbeReport(Verdict.SUPPORTED, f"SGLang {version}, stock", version, release, kernels_off=kernels_off)
+        reason = f"built in: SGLang {version} reads packed QKV through views itself; {kernels_off}"
+        return ProbeReport(Verdict.BUILT_IN, reason, version, release, kernels_off=kernels_off)
     if not allow_unverified:
         return ProbeReport(Verdict.DECLINED, reason, version, None, differs)
     release = release or nearest_release(version)
     reason = f"SGLang {version} is unverified and was allowed by SGLANG_GDN_ZEROCOPY_UNVERIFIED=1"
-    return ProbeReport(Verdict.UNVERIFIED, reason, version, release, differs)
+    return ProbeReport(
+        Verdict.UNVERIFIED, reason, version, release, differs, "no bundled kernel on an unverified build"
+    )
+
+
+def _kernels_off(package: Path, release: Release, wanted: bool) -> str:
+    """Why the bundled kernels may not be used; empty when they may."""
+    if not wanted:
+        return "bundled kernels are off (SGLANG_GDN_ZEROCOPY_KERNELS=0)"
+    differs = differing_bodies(package, release.kernel_fingerprints)
+    return f"no bundled kernel: {'; '.join(differs)} differs from the released one" if differs else ""
 
 
 def _origin(function: Any) -> str:
@@ -108,7 +125,7 @@ def examine_module(module: ModuleType, report: ProbeReport) -> ProbeReport:
     """
 
     def stop(verdict: Verdict, reason: str) -> ProbeReport:
-        return ProbeReport(verdict, reason, report.version, report.release, report.differs)
+        return replace(report, verdict=verdict, reason=reason)
 
     if not report.patchable:
         return report
@@ -124,12 +141,15 @@ def examine_module(module: ModuleType, report: ProbeReport) -> ProbeReport:
     forward = vars(backend).get(FORWARD) if isinstance(backend, type) else None
     if forward is None:
         return stop(Verdict.DECLINED, f"{module.__name__} has no {BACKEND_CLASS}.{FORWARD}")
-    for name in (COPY_FUNCTION, COPY_LIMIT, TRITON_VERIFY_CLASS):
+    for name in (COPY_FUNCTION, CONV_FUNCTION, COPY_LIMIT, TRITON_VERIFY_CLASS):
         if not hasattr(module, name):
             return stop(Verdict.DECLINED, f"{module.__name__} has no {name}")
     if _origin(forward) != str(Path(module.__file__ or "").resolve()):
         reason = f"{BACKEND_CLASS}.{FORWARD} was replaced by code of {_origin(forward)}"
         return stop(Verdict.DECLINED, reason)
     if on_hip:
+        report = replace(report, kernels_off="no bundled kernel on HIP")
+        if report.release is not None and not report.release.copies:
+            return stop(Verdict.BUILT_IN, f"built in: SGLang {report.version} reads packed QKV through views itself")
         return stop(report.verdict, f"{report.reason}; untested on HIP")
     return report

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from sglang_gdn_zerocopy.bench.measurement import ARMS, Environment, Measurement, Shape
+from sglang_gdn_zerocopy.bench.schedule import Plan
 
 SMALL = Shape(256, 256, 1)
 LARGE = Shape(256, 256, 64)
@@ -104,6 +106,24 @@ def change_where(
 ) -> list[Measurement]:
     """``rows`` with ``changes`` made to those that ``which`` picks."""
     return [replace(row, **changes) if which(row) else row for row in rows]  # type: ignore[arg-type]  # field names by keyword
+
+
+def plan_of(rows: Sequence[Measurement], **changes: object) -> dict[str, object]:
+    """The plan.json that a complete run of ``rows`` has, with ``changes``."""
+    plan = Plan(
+        model="m",
+        arms=ARMS,
+        pairs=len({row.pair for row in rows}),
+        order="abab",
+        shapes=tuple(sorted({row.shape for row in rows})),
+        warmup=1,
+        repeats=len({row.repeat for row in rows}),
+        trace=False,
+        gsm8k=None,
+        external=False,
+        environment=rows[0].environment,
+    )
+    return {**json.loads(json.dumps(plan.to_dict())), **changes}
 
 
 def write(rows: Sequence[Measurement], folder: Path) -> Path:

@@ -4,7 +4,9 @@
 file. What the processes do wrong on demand stands in ``control.json`` of that folder:
 
 - ``usage_error``: the server exits 2 as argparse does; ``ignore_sigterm``: only SIGKILL ends it; ``never_healthy``
-- ``hang``: the benchmark run with this number (from 1, per server) never ends; ``no_row``, ``acceptance``, ``profile``
+- ``answers``: what the content check gets, "words", "garbage" (in the on-arm), "nan", "no logprobs", "refuse", "drop"
+- ``hang``: the benchmark run with this number (from 1, per server) never ends; ``no_row``, ``longer`` (prompts),
+  ``acceptance``, ``profile``
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import warnings
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -50,6 +53,15 @@ GSM8K_FLAGS = (
     "--port",
     "--temperature",
 )
+# What a stock server says of its arguments.
+_SERVER_INFO = {
+    "decode_log_interval": 40,
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_num_draft_tokens": 4,
+    "speculative_eagle_topk": None,
+}
+_DRAFT_FLAGS = ("--speculative-algorithm", "--speculative-num-draft-tokens", "--decode-log-interval")
 _SWITCHES = {"--skip-warmup", "--no-append-to-github-summary", "--profile"}
 
 
@@ -128,7 +140,15 @@ def serve(words: list[str]) -> None:
     """The server: knows a few flags, starts a child in its group, answers until it is told to stop."""
     control = _control()
     parser = argparse.ArgumentParser(prog="launch_server.py")
-    for flag in ("--model-path", "--host", "--port", "--random-seed", "--tp-size", "--cuda-graph-max-bs-decode"):
+    for flag in (
+        "--model-path",
+        "--host",
+        "--port",
+        "--random-seed",
+        "--tp-size",
+        "--cuda-graph-max-bs-decode",
+        *_DRAFT_FLAGS,
+    ):
         parser.add_argument(flag)
     parser.add_argument("--enable-linear-replayssm-spec", action="store_true")
     args = parser.parse_args([*words, "--no-such-flag"] if control.get("usage_error") else words)
@@ -148,7 +168,7 @@ def serve(words: list[str]) -> None:
             elif self.path == "/server_info":
                 import importlib.metadata
 
-                self._answer(200, json.dumps({"version": importlib.metadata.version("sglang")}))
+                self._answer(200, json.dumps({"version": importlib.metadata.version("sglang"), **_SERVER_INFO}))
             elif self.path == "/metrics":
                 lines = (
                     f'sglang:inter_token_latency_seconds_sum{{engine="0"}} {state["seconds"]}',
@@ -159,6 +179,10 @@ def serve(words: list[str]) -> None:
                 self._answer(404, "")
 
         def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if "text" in asked:
+                self._continue(asked)
+                return
             state["batches"] += 1
             state["seconds"] += 0.5
             state["tokens"] += 100
@@ -166,6 +190,26 @@ def serve(words: list[str]) -> None:
                 state["live"] = True
                 print("[01:02:04] GDN zero-copy live (pid 7): snapshots target verify -> views: ok", flush=True)
             self._answer(200, json.dumps({"batch": state["batches"], "switch": switch}))
+
+        def _continue(self, asked: dict[str, Any]) -> None:
+            how = control.get("answers", "words")
+            if how == "drop":
+                self.close_connection = True
+                return
+            if how == "refuse" or (how == "no logprobs" and asked["return_logprob"]):
+                self._answer(400, "not supported here")
+                return
+            assert asked["sampling_params"] == {"temperature": 0, "max_new_tokens": 64}
+            ids = [7] * 64 if how == "garbage" and switch == "1" else list(range(64))
+            answer: dict[str, Any] = {"text": "!" * 64 if ids[1] == 7 else "some words", "output_ids": ids}
+            if asked["return_logprob"]:
+                # Stock's JSON has null for a NaN.
+                values = [None if how == "nan" and i == 3 else -0.5 for i in ids]
+                answer["meta_info"] = {
+                    "output_token_logprobs": [[v, i, None] for v, i in zip(values, ids, strict=True)]
+                }
+            print(f"asked after {state['batches']} batches", flush=True)
+            self._answer(200, json.dumps(answer))
 
         def _answer(self, status: int, text: str) -> None:
             body = text.encode()
@@ -188,9 +232,16 @@ def _post(base_url: str) -> dict[str, Any]:
 
 
 def one_batch(args: argparse.Namespace) -> None:
-    """The benchmark: one request, one row with figures that depend on the arm and the number of the request."""
-    control = _control()
+    """The benchmark: per batch size a request and a row whose figures depend on the arm and the request's number."""
     assert os.environ["SGLANG_GDN_ZEROCOPY"] == "0", "the switch is the server's alone"
+    # As the stock program of some releases does about its module's name.
+    warnings.warn("this module has moved", FutureWarning, stacklevel=1)
+    print(f"process for {len(args.batch_size)} runs", flush=True)
+    for batch_size in args.batch_size:
+        _one_case(args, int(batch_size), _control())
+
+
+def _one_case(args: argparse.Namespace, batch_size: int, control: dict[str, Any]) -> None:
     answer = _post(args.base_url[0])
     if control.get("hang") == answer["batch"]:
         print("hanging", flush=True)
@@ -200,7 +251,9 @@ def one_batch(args: argparse.Namespace) -> None:
         return
     row = {
         "run_name": "default",
-        "batch_size": int(args.batch_size[0]),
+        "batch_size": batch_size,
+        "input_len": int(args.input_len[0]) + control.get("longer", 0),
+        "output_len": int(args.output_len[0]),
         "latency": 1.0 + 0.001 * answer["batch"],
         "output_throughput": 100.0 + int(answer["switch"]),
         "overall_throughput": 200.0,

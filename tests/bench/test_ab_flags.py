@@ -21,6 +21,7 @@ from sglang_gdn_zerocopy.bench.schedule import Gsm8k
 from sglang_gdn_zerocopy.bench.target import probe
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
+from tests.bench import standin_server
 
 StockTree = Callable[[str], Path]
 
@@ -168,13 +169,13 @@ def test_probe_and_benchmark_command_of_every_release(
     assert found.release == release
     old = release.startswith("0.5.13")
     assert found.benchmark.module == ("sglang.bench_one_batch_server" if old else "sglang.benchmark.one_batch_server")
-    options = benchmark.one_batch_options(Shape(256, 128, 8), "http://h:1", 7, tmp_path / "r.jsonl", "tok")
+    options = benchmark.one_batch_options(Shape(256, 128, 8), "http://h:1", 7, tmp_path / "r.jsonl", "tok", runs=3)
     options += benchmark.profile_options(tmp_path, 3)
     assert benchmark.left_out(found.benchmark, options) == (("--local-tokenizer-path",) if old else ())
     words = benchmark.arguments(found.benchmark, options)
     assert words[:2] == ["-m", found.benchmark.module]
     args = benchmark_parser(tree).parse_args([*words[2:], "--model", "None"])
-    assert (args.batch_size, args.input_len, args.output_len) == ([8], [256], [128])
+    assert (args.batch_size, args.input_len, args.output_len) == ([8, 8, 8], [256], [128])
     assert (args.base_url, args.seed, args.temperature) == ("http://h:1", 7, 0.0)
     assert (args.dataset_name, args.skip_warmup) == ("random-ids", True)
     assert (args.profile_activities, args.profile_steps) == (["CPU", "GPU"], 3)
@@ -227,8 +228,71 @@ def test_the_probe_imports_nothing_of_the_target(tmp_path: Path) -> None:
 def test_simulated_acceptance_is_recorded(text: str, value: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", text)
     tool = target.Tool("m", frozenset())
-    found = target.Target("py", "0.5.17", "t", "t", "o", "g", "d", tool, None)
+    found = target.Target("py", "0.5.17", "t", "t", "o", (), tool, None)
     assert found.environment(["--x"], 3).simulated_acceptance == value
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "four")
     with pytest.raises(CommandError, match="SGLANG_SIMULATE_ACC_LEN='four' is not a number"):
         found.environment([], 3)
+
+
+BOX = tuple(
+    target.Gpu(f"GPU-{letter}0", name, "580")
+    for letter, name in zip("abcd", ("H200", "H200", "L4", "H200"), strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "args", "label"),
+    [
+        (None, (), "H200"),
+        (None, ("--tp", "4"), "3 x H200, L4"),
+        ("2", (), "L4"),
+        ("3,2", ("--tp-size=2",), "H200, L4"),
+        ("GPU-c", (), "L4"),
+        ("GPU-", (), "none"),
+        ("0,1", ("--tp", "2"), "2 x H200"),
+        ("0,-1,1", ("--tp", "2"), "H200"),
+        ("0,9,1", ("--tp", "2"), "H200"),
+        ("", (), "none"),
+        ("MIG-1", (), "a MIG slice"),
+        ("1,2", ("--base-gpu-id", "1"), "L4"),
+        (None, ("--tp", "2", "--dp", "2"), "3 x H200, L4"),
+        (None, ("--tp", "2", "--dp", "2", "--enable-dp-attention"), "2 x H200"),
+        (None, ("--tp", "4", "--nnodes", "2"), "2 x H200"),
+    ],
+)
+def test_the_label_is_of_the_devices_that_the_server_takes(
+    visible: str | None, args: tuple[str, ...], label: str
+) -> None:
+    assert target.gpu_label(target.used_gpus(target.visible_gpus(BOX, visible), args)) == label
+
+
+def test_the_probe_lists_what_nvidia_smi_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'GPU-a, NVIDIA H200, 580.1\\nGPU-b, NVIDIA L4, 580.1\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    standin_server.install(tmp_path / "tree", "0.5.17")
+    found = probe_tree(tmp_path / "tree", monkeypatch)
+    assert found.gpus == (target.Gpu("GPU-a", "NVIDIA H200", "580.1"), target.Gpu("GPU-b", "NVIDIA L4", "580.1"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (found.environment([], 0).gpu, found.environment([], 0).driver) == ("NVIDIA L4", "580.1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert found.environment([], 0).gpu == "NVIDIA H200"
+    assert found.environment([], 0, external=True).gpu == "NVIDIA H200, NVIDIA L4"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_runs_of_one_process_come_in_order_and_draw_new_prompts(release: str, stock_tree: StockTree) -> None:
+    """What lets `ab` make all runs of a shape in one process, and what keeps it from that with real acceptance."""
+    homes = ("benchmark/one_batch_server.py", "test/bench_one_batch_server_internal.py")
+    (file,) = (path for path in (stock_tree(release) / "sglang" / home for home in homes) if path.is_file())
+    functions = {n.name: n for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.FunctionDef)}
+    run = ast.unparse(functions["run_benchmark_internal"])
+    order = "in itertools.product(bench_args.batch_size, bench_args.input_len, bench_args.output_len):"
+    assert run.count(order) == 2, "once for the timed runs, once for the profiled ones"
+    timed, _, _ = run.partition("if bench_args.profile:")
+    assert timed.count("np.random.seed(bench_args.seed)") == 1
+    one_case = ast.unparse(functions["run_one_case"])
+    assert "random.seed(" not in one_case
+    assert "result.dump_to_jsonl(result_filename)" in one_case

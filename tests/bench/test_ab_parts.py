@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_gdn_zerocopy.bench import benchmark, client, server
-from sglang_gdn_zerocopy.bench.benchmark import Row, read_row
+from sglang_gdn_zerocopy.bench.benchmark import Row, read_row, whole_lines
 from sglang_gdn_zerocopy.bench.errors import RunFailed
 from sglang_gdn_zerocopy.bench.flags import RENAMES, translate
 from sglang_gdn_zerocopy.bench.measurement import Environment, Measurement, Shape, read_measurements
@@ -218,6 +218,7 @@ def test_a_phase_is_measured_only_with_every_row_in_order(tmp_path: Path) -> Non
     there = Store(tmp_path / "out", PLAN)
     there.create()
     phase = PLAN.phases()[0]
+    there.write(there.content_file(phase), "{}\n")
     rows = [measurement(phase, shape, repeat) for shape in PLAN.shapes for repeat in range(PLAN.repeats)]
     for row in rows[:-1]:
         assert there.missing(phase) == (Step.MEASURE,)
@@ -235,10 +236,13 @@ def test_accuracy_and_profile_are_asked_for_on_their_own(tmp_path: Path) -> None
     there = Store(tmp_path / "out", plan)
     there.create()
     first, last = plan.phases()[0], plan.phases()[2]
-    assert there.missing(last) == (Step.MEASURE, Step.GSM8K, Step.TRACE)
-    assert there.missing(first) == (Step.MEASURE, Step.GSM8K), "the arm's profile belongs to its last phase"
+    assert there.missing(last) == (Step.MEASURE, Step.GSM8K, Step.TRACE, Step.CONTENT)
+    assert there.missing(first) == (Step.MEASURE, Step.GSM8K, Step.CONTENT), (
+        "the arm's profile belongs to its last phase"
+    )
     for phase in (first, last):
         there.append(phase, measurement(phase, plan.shapes[0], 0))
+        there.write(there.content_file(phase), "{}\n")
     assert there.missing(last) == (Step.GSM8K, Step.TRACE)
     there.write(there.gsm8k_file(last), "{}\n")
     assert there.missing(last) == (Step.TRACE,)
@@ -247,6 +251,9 @@ def test_accuracy_and_profile_are_asked_for_on_their_own(tmp_path: Path) -> None
     assert there.missing(first) == (Step.GSM8K,)
     there.prepare(last, (Step.TRACE,))
     assert there.measurements_file(last).exists()
+    assert there.content_file(last).exists()
+    there.prepare(last, (Step.MEASURE,))
+    assert there.missing(last) == (Step.MEASURE, Step.CONTENT), "the check belongs to the server that was measured"
 
 
 def test_a_folder_with_a_broken_plan_or_other_files_is_refused(tmp_path: Path) -> None:
@@ -378,34 +385,37 @@ def test_a_translation_is_stable(words: list[str]) -> None:
 
 # rows
 
-GOOD = {"latency": 1.5, "output_throughput": 10.0, "overall_throughput": 20.0, "acc_length": 2.9}
+SHAPE = Shape(4, 8, 2)
+GOOD = {**SHAPE._asdict(), "latency": 1.5, "output_throughput": 10.0, "overall_throughput": 20.0, "acc_length": 2.9}
 
 
-def test_a_row_is_read_with_its_cumulative_acceptance(tmp_path: Path) -> None:
-    path = tmp_path / "result.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n")
-    assert read_row(path) == Row(1.5, 10.0, 20.0, 2.9)
-    path.write_text(json.dumps({**GOOD, "acc_length": -1}) + "\n")
-    assert read_row(path).acceptance_length is None
+def test_a_row_is_read_with_its_acceptance() -> None:
+    assert read_row(json.dumps(GOOD), SHAPE) == Row(1.5, 10.0, 20.0, 2.9)
+    assert read_row(json.dumps({**GOOD, "acc_length": -1}), SHAPE).acceptance_length is None
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "wrote 0 result rows"),
-        (json.dumps(GOOD) + "\n" + json.dumps(GOOD), "wrote 2 result rows"),
         (json.dumps({**GOOD, "latency": 0}), "latency is 0.0"),
         (json.dumps({**GOOD, "output_throughput": float("nan")}), "output_throughput is nan"),
         (json.dumps({**GOOD, "overall_throughput": float("inf")}), "overall_throughput is inf"),
-        (json.dumps({"latency": 1}), "'output_throughput'"),
+        (json.dumps({**GOOD, "batch_size": 3}), "it is of 4:8:3, not 4:8:2"),
+        (json.dumps({**SHAPE._asdict(), "latency": 1}), "'output_throughput'"),
+        (json.dumps({"latency": 1}), "'input_len'"),
         ("{", "not understood"),
     ],
 )
-def test_a_row_that_is_no_result_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "result.jsonl"
-    path.write_text(text)
+def test_a_row_that_is_no_result_is_refused(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        read_row(path)
+        read_row(text, SHAPE)
+
+
+def test_a_line_that_is_being_written_is_no_row_yet(tmp_path: Path) -> None:
+    path = tmp_path / "result.jsonl"
+    assert whole_lines(path) == []
+    path.write_text('{"a": 1}\n\n{"a": 2')
+    assert whole_lines(path) == ['{"a": 1}\n']
 
 
 def test_statements_are_the_overlays_lines_once_each(tmp_path: Path) -> None:
@@ -428,7 +438,7 @@ def test_nothing_listens_and_nothing_is_healthy() -> None:
     port = free_port()
     assert client.port_is_free("127.0.0.1", port)
     assert not client.healthy(f"http://127.0.0.1:{port}")
-    assert client.server_version(f"http://127.0.0.1:{port}") is None
+    assert client.server_facts(f"http://127.0.0.1:{port}") == (None, None, ())
     assert client.inter_token_latency(f"http://127.0.0.1:{port}") is None
 
 

@@ -120,6 +120,9 @@ def test_a_whole_run_alternates_fresh_servers_and_is_not_repeated(bench: Bench, 
             "GDN zero-copy live (pid 7): snapshots target verify -> views: ok",
         )
         assert {row.statements for row in rows} == {live if arm == "on" else ()}
+        # Acceptance is simulated, so that prompts do not matter and one process makes all runs of a shape.
+        processes = re.findall(r"process for (\d) runs", (bench.out / f"{name}.client.log").read_text())
+        assert processes == ["3", "3"]
         log = (bench.out / f"{name}.log").read_text()
         assert f"switch {int(arm == 'on')} model some/model" in log
         environment = rows[0].environment
@@ -133,7 +136,8 @@ def test_a_whole_run_alternates_fresh_servers_and_is_not_repeated(bench: Bench, 
         assert accuracy["settings"]["questions"] == 6
     assert "--cuda-graph-max-bs is called --cuda-graph-max-bs-decode in 0.5.17" in out
     assert "has SHA-256" in out
-    assert "[32/32] phase 4/4 on  GSM8K  accuracy 0.875, 3210.5 tok/s, 5.00 ms per token" in out
+    assert "[35/36] phase 4/4 on  GSM8K  accuracy 0.875, 3210.5 tok/s, 5.00 ms per token" in out
+    assert "[36/36] phase 4/4 on  content check  6 answers, 0 degenerate, distinct tokens 100% (lowest 100%)" in out
     assert "phase 2/4 on  4:8:2 repeat 2/2  101.00 tok/s, 1.006 s, acceptance 2.90" in out
     assert f"complete: sglang-gdn-zerocopy report {bench.out}" in out
     assert not list(bench.tree.glob("tmp_output*")), "the accuracy program's litter"
@@ -152,6 +156,46 @@ def test_old_release_runs_with_its_own_module(bench: Bench) -> None:
     code, _, err = bench.run("--arms", "on", "--pairs", "1")
     assert (code, err) == (0, "")
     assert len(bench.measurements("phase-0-on")) == 4
+
+
+def test_real_acceptance_gives_every_run_a_process_and_thus_the_same_prompts(bench: Bench) -> None:
+    code, _, err = bench.run("--arms", "off", "--pairs", "1", "--shapes", "4:8:1")
+    assert (code, err) == (0, "")
+    log = (bench.out / "phase-0-off.client.log").read_text()
+    assert re.findall(r"process for (\d) runs", log) == ["1"] * 3
+    assert [row.latency_s for row in bench.measurements("phase-0-off")] == pytest.approx([1.002, 1.003])
+
+
+def test_rows_of_one_process_are_kept_as_they_come(bench: Bench) -> None:
+    standin_server.set_control(bench.tree, hang=3)
+    child = bench.start(bench.words(), SGLANG_SIMULATE_ACC_LEN="4")
+    hanging = bench.out / "phase-0-off.client.log"
+    wait_for(lambda: hanging.exists() and "hanging" in hanging.read_text(), "hanging benchmark")
+    wait_for(lambda: (bench.out / "phase-0-off.jsonl").exists(), "first row")
+    os.kill(bench.server_pids()[0], signal.SIGKILL)
+    _, err = child.communicate(timeout=15)
+    assert child.returncode == 1
+    assert "the server ended with signal 9 (SIGKILL) during phase-0-off, 4:8:1 repeat 2/2" in err
+    (row,) = bench.measurements("phase-0-off")
+    assert row.repeat == 0
+    assert row.latency_s == pytest.approx(1.002)
+
+
+def test_a_row_of_another_shape_is_refused(bench: Bench) -> None:
+    standin_server.set_control(bench.tree, longer=1)
+    code, _, err = bench.run(SGLANG_SIMULATE_ACC_LEN="4")
+    assert (code, "it is of 5:8:1, not 4:8:1" in err) == (1, True)
+    bench.assert_nothing_left()
+
+
+def test_a_short_shape_gets_its_acceptance_stated_in_both_arms(bench: Bench) -> None:
+    drafts = ("--speculative-algorithm", "NEXTN", "--speculative-num-draft-tokens", "4")
+    code, out, err = bench.run("--pairs", "1", "--shapes", "4:128:1", "--", *drafts)
+    assert (code, err) == (0, "")
+    assert "--decode-log-interval 32 is added for both arms" in out
+    for name in ("phase-0-off", "phase-1-on"):
+        args = bench.measurements(name)[0].environment.server_args
+        assert args == (*drafts, "--random-seed", "0", "--decode-log-interval", "32")
 
 
 def test_abba_turns_the_second_pair_round(bench: Bench) -> None:
@@ -230,11 +274,12 @@ def test_a_server_that_never_gets_healthy_is_stopped(bench: Bench) -> None:
     bench.assert_nothing_left()
 
 
-def test_a_skipped_shape_is_no_silent_gap(bench: Bench) -> None:
+@pytest.mark.parametrize(("simulated", "wanted"), [("", "one"), ("4", "3")])
+def test_a_skipped_shape_is_no_silent_gap(bench: Bench, simulated: str, wanted: str) -> None:
     standin_server.set_control(bench.tree, no_row=True)
-    code, _, err = bench.run()
+    code, _, err = bench.run(SGLANG_SIMULATE_ACC_LEN=simulated)
     assert code == 1
-    assert "the benchmark wrote 0 result rows instead of one" in err
+    assert f"the benchmark wrote 0 result rows instead of {wanted}" in err
     assert "due to max running requests limit" in err
     bench.assert_nothing_left()
 
@@ -265,7 +310,7 @@ def test_without_an_acceptance_length_there_is_none(bench: Bench) -> None:
     code, out, _ = bench.run("--arms", "off", "--pairs", "1", "--shapes", "4:8:1")
     assert code == 0
     assert {row.acceptance_length for row in bench.measurements("phase-0-off")} == {None}
-    assert "acceptance none" in out
+    assert "acceptance not stated" in out
 
 
 def test_a_server_of_the_user_is_measured_one_arm_at_a_time_and_never_stopped(bench: Bench, tmp_path: Path) -> None:
@@ -292,6 +337,8 @@ def test_a_server_of_the_user_is_measured_one_arm_at_a_time_and_never_stopped(be
             assert f"the next phase of this run is {switch}, arm {arm}, not {other}" in err
             code, out, err = bench.run(*words, "--arm", arm, "--server-log", str(log))
             assert (code, err) == (0, "")
+            assert "states its acceptance length every 40 decode passes, which a run may not reach" in out
+            assert "start it with --decode-log-interval 2 in both arms" in out
             assert server.poll() is None
         finally:
             os.killpg(server.pid, signal.SIGKILL)
@@ -302,6 +349,26 @@ def test_a_server_of_the_user_is_measured_one_arm_at_a_time_and_never_stopped(be
     assert len(bench.measurements("phase-1-on")[0].statements) == 2
     code, out, _ = bench.run(*words, "--arm", "on")
     assert (code, "0 of 2 phases to do" in out) == (0, True)
+
+
+def test_an_old_server_of_the_user_is_measured_without_the_tokenizers_path(bench: Bench, tmp_path: Path) -> None:
+    bench.tree = tmp_path / "old"
+    standin_server.install(bench.tree, "0.5.13.post1")
+    url = f"http://127.0.0.1:{bench.port}"
+    env = {**os.environ, "PYTHONPATH": str(bench.tree), "SGLANG_GDN_ZEROCOPY": "0"}
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(bench.port)]
+    with (tmp_path / "log").open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env=env, start_new_session=True)
+    try:
+        wait_for(lambda: not _refuses(bench.port), "server of the user")
+        code, out, err = bench.run("--pairs", "1", "--shapes", "4:256:1", "--base-url", url, "--arm", "off")
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    assert (code, err) == (0, "")
+    assert "sglang.bench_one_batch_server of 0.5.13.post1 has no --local-tokenizer-path; it is left out" in out
+    # 255 tokens at 4 per pass are more passes than the server's interval.
+    assert "states its acceptance length" not in out
 
 
 def _refuses(port: int) -> bool:

@@ -24,7 +24,7 @@ from sglang_gdn_zerocopy.cli import report as command
 from sglang_gdn_zerocopy.cli.errors import CommandError
 from sglang_gdn_zerocopy.tracing.compare import compare
 from sglang_gdn_zerocopy.tracing.records import KernelUse, Method, TraceSummary
-from tests.bench.report_runs import LARGE, change_where, noisy, run_of, steady, write
+from tests.bench.report_runs import LARGE, change_where, noisy, plan_of, run_of, steady, write
 
 TRACES: dict[str, Any] = {
     "schema": 1,
@@ -343,6 +343,13 @@ def test_a_folder_without_measurements(tmp_path: Path) -> None:
     refuses(tmp_path, "holds no measurements")
 
 
+def test_the_plan_beside_the_measurements_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write([m for m in steady() if m.pair == 0], tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(plan_of(steady())), encoding="utf-8")
+    run(tmp_path, "--json", "--no-write")
+    assert "incomplete: pair 1 of the planned 2 was not measured" in json.loads(capsys.readouterr().out)["reason"]
+
+
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:
     write(steady(), tmp_path)
     file = tmp_path / "phase-1-on.jsonl"
@@ -392,6 +399,12 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         ("traces.json", "{", "traces.json is not readable JSON"),
         ("traces.json", "[]", "traces.json holds list, not an object"),
         ("traces.json", '{"comparison": {"base": {}}}', "traces.json is no trace comparison"),
+        ("plan.json", "{}", "plan.json is no plan of `ab` (KeyError('schema')"),
+        ("plan.json", json.dumps(plan_of(steady(), schema=2)), "schema 2 is not 1"),
+        ("plan.json", json.dumps(plan_of(steady(), shapes=["256:256"])), "plan.json is no plan of `ab`"),
+        ("plan.json", json.dumps(plan_of(steady(), shapes=[])), "its arms, pairs, shapes or repeats are none"),
+        ("plan.json", json.dumps(plan_of(steady(), arms=["base"])), "its arms, pairs, shapes or repeats are none"),
+        ("plan.json", json.dumps(plan_of(steady(), repeats=True)), "its arms, pairs, shapes or repeats are none"),
         ("a.gsm8k.json", '{"arm": "off"}', "a.gsm8k.json is no accuracy result"),
         ("a.gsm8k.json", json.dumps({**ACCURACY, "accuracy": 83.5}), "a value out of range"),
         ("a.gsm8k.json", json.dumps({**ACCURACY, "arm": "base"}), "a value out of range"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_gdn_zerocopy.bench.measurement import Measurement, Shape
+from sglang_gdn_zerocopy.bench.measurement import ARMS, Measurement, Shape
+from sglang_gdn_zerocopy.bench.schedule import planned
 from sglang_gdn_zerocopy.bench.verdict import Accuracy, Finding, Report, ShapeResult, judge
 from tests.bench.report_runs import (
     ENVIRONMENT,
@@ -23,6 +25,7 @@ from tests.bench.report_runs import (
     change_where,
     measurement,
     noisy,
+    plan_of,
     run_of,
     steady,
 )
@@ -138,7 +141,9 @@ def test_a_gain_that_acceptance_explains_is_not_significant() -> None:
 
 def test_without_acceptance_length_there_is_no_parity_to_claim() -> None:
     rows = change_where(steady(), lambda m: m.shape == LARGE, acceptance_length=None)
-    refused(judge(rows), "gave no acceptance length; was speculative decoding on?")
+    refused(
+        judge(rows), "no acceptance length in 5 of 5 runs of the off phase of pair 0: the server states it every 40"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,6 +215,49 @@ def test_a_missing_arm() -> None:
 def test_a_missing_phase() -> None:
     report = judge([m for m in steady() if (m.arm, m.pair) != ("on", 1)])
     refused(report, "incomplete: pair 1 has no on phase")
+
+
+@pytest.mark.parametrize(
+    ("keep", "lacks"),
+    [
+        (lambda m: m.pair == 0, ["pair 1 of the planned 2 was not measured"]),
+        (
+            lambda m: m.shape == SMALL,
+            [f"the {arm} phase of pair {pair} lacks 5 of 10 repeats (256:256:64)" for pair in (0, 1) for arm in ARMS],
+        ),
+        (
+            lambda m: m.repeat < 4,
+            [
+                f"the {arm} phase of pair {pair} lacks 2 of 10 repeats (256:256:1, 256:256:64)"
+                for pair in (0, 1)
+                for arm in ARMS
+            ],
+        ),
+        (lambda m: m.arm == "off", ["there are no measurements of the on-arm"]),
+    ],
+    ids=["pair", "shape", "repeat", "arm"],
+)
+def test_what_the_plan_promised_is_missed(keep: Callable[[Measurement], bool], lacks: list[str]) -> None:
+    """Without the plan these runs look whole: what is lacking is lacking everywhere."""
+    plan = planned(plan_of(steady()))
+    report = judge([m for m in steady() if keep(m)], plan=plan)
+    assert report.headline is None
+    assert [text for text in report.refusals if text.startswith("incomplete")] == [f"incomplete: {t}" for t in lacks]
+    assert {row.finding for row in report.shapes} == {Finding.NOT_COMPARABLE}
+
+
+def test_a_kept_plan_changes_nothing_else() -> None:
+    with_plan, without = judge(steady(), plan=planned(plan_of(steady()))), judge(steady())
+    assert with_plan.headline == without.headline is not None
+    assert [note for note in without.notes if note not in with_plan.notes] == [
+        "There is no plan.json: a pair, shape or repeat that no phase has is not missed."
+    ]
+
+
+def test_a_planned_accuracy_run_that_is_not_there_is_noted() -> None:
+    plan = planned(plan_of(steady(), gsm8k={"questions": 200}))
+    report = judge(steady(), plan=plan, accuracy=[accuracy("off", 0, 0.8)])
+    assert "Incomplete: GSM8K was planned for 4 phases and 1 have its result." in report.notes
 
 
 def test_missing_repeats() -> None:

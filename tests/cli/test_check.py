@@ -18,7 +18,7 @@ from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 
 def outcome(ok: bool = True) -> Outcome:
     equal = {"output": True, "state": ok, "windows": True, "conv state": True, "inputs": True}
-    return Outcome("chain, ratio 2", "snapshots", "views", 1, 1, 0, equal, ok)
+    return Outcome("chain, ratio 2", "snapshots", "views", 1, 1, 0, 2, 1, equal, ok)
 
 
 def release_run(*outcomes: Outcome) -> ReleaseRun:

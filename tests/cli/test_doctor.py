@@ -76,20 +76,32 @@ def test_no_sglang(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "says"),
+    ("version", "kernels", "state", "says"),
     [
-        ("0.5.17", State.OK, "SGLang 0.5.17, stock"),
-        ("0.5.23", State.NOT_APPLICABLE, "built in: SGLang 0.5.23 reads packed QKV through views itself"),
+        ("0.5.17", "1", State.OK, "SGLang 0.5.17, stock"),
+        ("0.5.17", "0", State.OK, "SGLang 0.5.17, stock"),
+        ("0.5.23", "1", State.OK, "SGLang 0.5.23, stock"),
+        ("0.5.23", "0", State.NOT_APPLICABLE, "built in: SGLang 0.5.23 reads packed QKV through views itself"),
     ],
 )
 def test_a_stock_release(
-    stock: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, version: str, state: State, says: str
+    stock: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    kernels: str,
+    state: State,
+    says: str,
 ) -> None:
     stock(version)
     monkeypatch.setenv("SGLANG_GDN_ZEROCOPY", "1")
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_KERNELS", kernels)
     found = findings()
     assert found["release"][0][0] is state
     assert says in found["release"][0][1]
+    expected = (State.OK, "bundled conv kernel, after a self-test at start")
+    if kernels == "0":
+        expected = (State.NOTE, "bundled kernels are off (SGLANG_GDN_ZEROCOPY_KERNELS=0)")
+    assert found.get("kernels", [expected]) == [expected]
     assert not any(s is State.DECLINED for rows in found.values() for s, _ in rows)
 
 
@@ -132,7 +144,7 @@ def test_a_gpu_by_nvidia_smi_alone(
     assert main(["doctor", "--model", str(qwen(tmp_path / "m", 16, 32))]) == 0
     printed = capsys.readouterr().out
     assert "NVIDIA H200, 580.159.04" in printed
-    assert "views on Triton target verify: 24 copies fewer a verify pass" in printed
+    assert "one launch up to packed QKV in each of 24 layers" in printed
     assert "overlay: active" in printed
 
 
@@ -196,9 +208,10 @@ def test_the_route_of_a_model(tmp_path: Path, k_heads: int, v_heads: int, tp: in
     ("version", "flashinfer"), [("0.5.14", "no, FlashInfer 0.6.12 bakes the strides"), ("0.5.17", "not compared here")]
 )
 def test_who_gets_strides_above_the_limit(
-    stock: Callable[[str], None], tmp_path: Path, version: str, flashinfer: str
+    stock: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, flashinfer: str
 ) -> None:
     stock(version)
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_KERNELS", "0")
     notes = [text for _, text in findings(qwen(tmp_path / "m", 16, 48))["route"][1:]]
     assert notes[0] == "stock hands strided views to Triton target verify: yes, the kernels take token strides"
     assert flashinfer in notes[1]

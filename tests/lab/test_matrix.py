@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from sglang_gdn_zerocopy.lab.cases import CASES, cases_for, on_gpu
 from sglang_gdn_zerocopy.lab.comparison import same_bits
-from sglang_gdn_zerocopy.lab.matrix import judge, run_release
+from sglang_gdn_zerocopy.lab.matrix import ReleaseRun, judge, run_release
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.lab.world import build_world
 from sglang_gdn_zerocopy.records import Protocol
@@ -22,22 +23,49 @@ def tree(folder: Path, version: str) -> StockTree:
     return StockTree(version, folder, "wheel", "digest")
 
 
-@pytest.mark.parametrize("version", RELEASES)
-def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
+def run_cases(stock_tree: Callable[[str], Path], version: str) -> ReleaseRun:
     steps: list[tuple[int, int, str]] = []
     run = run_release(tree(stock_tree(version), version), "cpu", 0, lambda *step: steps.append(step))
-    release = RELEASES[version]
     assert [outcome for outcome in run.outcomes if not outcome.ok] == []
-    assert {outcome.protocol for outcome in run.outcomes} == {p.value for p in release.protocols}
-    assert len(run.outcomes) == len(cases_for(release.protocols)) == steps[-1][0] == steps[-1][1]
+    assert {outcome.protocol for outcome in run.outcomes} == {p.value for p in RELEASES[version].protocols}
+    assert len(run.outcomes) == steps[-1][0] == steps[-1][1]
+    return run
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
+    run = run_cases(stock_tree, version)
+    release = RELEASES[version]
+    assert run.verdict == "supported"
+    strided_unpack = Version(version) >= Version("0.5.20")
+    cases = cases_for(release.protocols, strided_unpack)
+    assert [outcome.case for outcome in run.outcomes] == [case.name for case in cases]
+    for case, outcome in zip(cases, run.outcomes, strict=True):
+        chain_route = "fused conv" if case.protocol is Protocol.CIRCULAR_RING else "bundled conv and recurrence"
+        tree_route = "views" if release.copies else "upstream"
+        assert outcome.route == (tree_route if case.tree else chain_route)
+        assert outcome.copies_before == (case.layers if release.copies else 0)
+        assert outcome.copies_after == 0
+        # Before 0.5.18 stock's model unpacks ratio 3 without a kernel of its own.
+        kernel = case.model and (case.num_v_heads // case.num_k_heads != 3 or Version(version) >= Version("0.5.18"))
+        stock = 1 + bool(kernel) + release.copies
+        ours = (stock - release.copies) if case.tree else 1
+        assert (outcome.launches_before, outcome.launches_after) == (stock * case.layers, ours * case.layers)
+    # What was compared is the wheel's own: nothing from the model's projection to the recurrence was stood in for.
+    compared = ("gdn_backend", "gdn_triton", "conv1d_triton", "fused_proj", "gating_recurrent", "models.qwen3_5")
+    assert not [name for name in run.stand_ins if name.endswith(compared)]
+
+
+@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.20", "0.5.23"])
+def test_release_without_bundled_kernels(
+    stock_tree: Callable[[str], Path], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_KERNELS", "0")
+    run = run_cases(stock_tree, version)
+    copies = RELEASES[version].copies
+    assert {outcome.route for outcome in run.outcomes} == {"views" if copies else "built in"}
     gone = sum(o.copies_before - o.copies_after for o in run.outcomes)
-    layers = sum(o.layers for o in run.outcomes)
-    assert gone == (layers if release.copies else 0)
-    assert run.verdict == ("supported" if release.copies else "built in")
-    # What was compared is the wheel's own: neither backend, conv, copy nor recurrence was stood in for.
-    for name in run.stand_ins:
-        compared = ("gdn_backend", "gdn_triton", "causal_conv1d_triton", "fused_proj", "gating_recurrent")
-        assert not name.endswith(compared)
+    assert gone == (sum(o.layers for o in run.outcomes) if copies else 0)
 
 
 GOOD: dict[str, Any] = {
@@ -47,6 +75,8 @@ GOOD: dict[str, Any] = {
     "layers": 2,
     "copies_before": 2,
     "copies_after": 0,
+    "launches_before": 4,
+    "launches_after": 2,
     "equal": {"output": True, "state": True},
 }
 
@@ -59,8 +89,14 @@ GOOD: dict[str, Any] = {
         ("supported", {"copies_after": 1}, False),
         ("supported", {"copies_before": 1}, False),
         ("supported", {"route": "upstream"}, False),
+        ("supported", {"route": "fused conv"}, True),
+        ("supported", {"route": "bundled conv and recurrence"}, True),
+        ("supported", {"route": "bundled conv and recurrence and stock's recurrence"}, False),
+        ("supported", {"route": "fused conv", "launches_after": 1}, False),
+        ("supported", {"route": "fused conv", "launches_after": 5}, False),
+        ("supported", {"launches_after": 3}, False),
         ("supported", {"route": "upstream and views"}, False),
-        ("built in", {"copies_before": 0, "route": "built in"}, True),
+        ("built in", {"copies_before": 0, "launches_after": 4, "route": "built in"}, True),
         ("built in", {"copies_before": 0, "route": "views"}, False),
         ("built in", {"route": "built in"}, False),
     ],

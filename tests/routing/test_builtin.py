@@ -25,6 +25,7 @@ SHAPE = CallShape(
     copy_limit=8192,
     activation_dtype="bfloat16",
     state_dtype="float32",
+    bundled_kernels=False,
 )
 
 
@@ -44,6 +45,29 @@ def test_views(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"protocol": Protocol.FOLD_RING},
+        {"copy_limit": 0},
+        {"qkv_dim": 10240},
+    ],
+)
+def test_the_bundled_kernels_for_chains(change: dict[str, Any]) -> None:
+    assert gdn_zerocopy_route(SHAPE._replace(bundled_kernels=True, **change)).route is Route.BUNDLED
+
+
+@pytest.mark.parametrize("copy_limit", [8192, 0])
+def test_the_circular_ring_keeps_its_own_verify(copy_limit: int) -> None:
+    shape = SHAPE._replace(bundled_kernels=True, protocol=Protocol.CIRCULAR_RING, copy_limit=copy_limit)
+    assert gdn_zerocopy_route(shape).route is Route.FUSED_CONV
+
+
+def test_a_tree_keeps_the_stock_conv() -> None:
+    assert gdn_zerocopy_route(SHAPE._replace(bundled_kernels=True, tree=True)).route is Route.VIEWS
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"consumer": Consumer.FLASHINFER, "consumer_name": "FlashInferGDNKernel"}, "verify=FlashInferGDNKernel"),
@@ -51,6 +75,8 @@ def test_views(change: dict[str, Any]) -> None:
         ({"consumer": Consumer.UNKNOWN, "consumer_name": "Mine"}, "verify=Mine; nobody has tested it"),
         ({"qkv_dim": 10240}, "no copy to remove: qkv_dim 10240 > 8192"),
         ({"qkv_dim": 8193}, "8193 > 8192"),
+        ({"copy_limit": 0}, "reads packed QKV through views itself"),
+        ({"copy_limit": 0, "tree": True, "bundled_kernels": True}, "reads packed QKV through views itself"),
         ({"tree": True, "protocol": Protocol.FOLD_RING}, "tree with a fold ring"),
         ({"tree": True, "protocol": Protocol.CIRCULAR_RING}, "tree with a circular ring"),
     ],

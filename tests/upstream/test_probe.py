@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang_gdn_zerocopy.lab.fingerprints import relied_on
+from sglang_gdn_zerocopy.lab.fingerprints import KERNELS_RELY_ON, VIEWS_RELY_ON, relied_on
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.records import ProbeReport, Verdict
 from sglang_gdn_zerocopy.upstream import probe
@@ -27,7 +27,7 @@ def edited(stock_tree: Stock, tmp_path: Path) -> Callable[[str, str, str], Path]
     def make(path: str, old: str, new: str) -> Path:
         source = stock_tree("0.5.20") / "sglang"
         package = tmp_path / "sglang"
-        for name in RELEASES["0.5.20"].fingerprints:
+        for name in {**RELEASES["0.5.20"].fingerprints, **RELEASES["0.5.20"].kernel_fingerprints}:
             (package / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source / name, package / name)
         text = (package / path).read_text()
@@ -42,11 +42,28 @@ def edited(stock_tree: Stock, tmp_path: Path) -> Callable[[str, str, str], Path]
 def test_every_stock_release_is_recognised(stock_tree: Stock, version: str) -> None:
     folder = stock_tree(version)
     release = RELEASES[SAME_BODIES.get(version, version)]
-    assert relied_on(folder) == release.fingerprints
+    for wanted, table in (
+        (VIEWS_RELY_ON, release.fingerprints),
+        (KERNELS_RELY_ON, release.kernel_fingerprints),
+    ):
+        recorded = {name: (path, body) for path, bodies in table.items() for name, body in bodies.items()}
+        assert relied_on(folder, wanted) == recorded
     assert probe.version_of(folder / "sglang") == version
     report = probe.examine_package(folder / "sglang", version)
     assert report.release is release
-    assert report.verdict is (Verdict.SUPPORTED if release.copies else Verdict.BUILT_IN)
+    assert report.verdict is Verdict.SUPPORTED
+    assert report.kernels_off == ""
+    views_only = probe.examine_package(folder / "sglang", version, want_kernels=False)
+    assert views_only.verdict is (Verdict.SUPPORTED if release.copies else Verdict.BUILT_IN)
+    assert "SGLANG_GDN_ZEROCOPY_KERNELS=0" in views_only.kernels_off
+
+
+def test_another_conv_keeps_the_views(edited: Callable[[str, str, str], Path]) -> None:
+    path = next(name for name in RELEASES["0.5.20"].kernel_fingerprints if "conv1d" in name)
+    package = edited(path, "acc += matrix_x * matrix_w", "acc += matrix_w * matrix_x")
+    report = probe.examine_package(package, "0.5.20")
+    assert report.verdict is Verdict.SUPPORTED
+    assert f"_causal_conv1d_update_kernel in {path} differs" in report.kernels_off
 
 
 def test_one_changed_line_is_an_unknown_build(edited: Callable[[str, str, str], Path]) -> None:
