@@ -237,7 +237,7 @@ def test_the_table_has_an_answer_for_every_protocol_and_state() -> None:
     for protocol in ("ring", "snapshots"):
         for dtype in (torch.float32, torch.bfloat16):
             rows = [one for one in rv.CHOICES if (one.protocol, one.state_dtype) == (protocol, dtype)]
-            assert [one.max_requests for one in rows] == sorted(one.max_requests for one in rows)
+            assert [one.max_heads for one in rows] == sorted(one.max_heads for one in rows)
             assert rows[-1].max_requests >= 65535
     assert rv.choose("ring", torch.float32, 1, torch.device("cpu")) == rv.PORTABLE
 
