@@ -464,7 +464,7 @@ def equality_tasks(quick: bool, sources: str) -> list[Work]:
         tasks.append((compare, (one, tuple(lengths), tiles, sources)))
         tasks.append((compare, (one, tuple(base), tiles, sources)))
         if one.release in ("0.5.17", "0.5.23"):
-            others = [tile for tile in SWEEP[one.protocol, one.state] if tile not in tiles]
+            others = [tile for tile in SWEEP.get((one.protocol, one.state), ()) if tile not in tiles]
             few = (Case("N3 T4", (4,) * 3), Case("N64 T4", (4,) * 64), special[0], special[1], special[2])
             for first in range(0, len(others), 2):
                 tasks.append((compare, (one, few, tuple(others[first : first + 2]), sources)))
@@ -547,7 +547,9 @@ def compiled_sizes() -> dict[str, str]:
     return found
 
 
-def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats: int, tiles: tuple[Config, ...]) -> Iterator[dict[str, Any]]:  # fmt: skip
+def time_cell(
+    protocol: str, state: str, N: int, stocks: dict[str, Any], repeats: int, tiles: tuple[Config, ...]
+) -> Iterator[dict[str, Any]]:
     """One table cell: every variant of one protocol, state type and batch size, interleaved."""
     combination = Combination("", protocol, state)
     case = Case("timing", (4,) * N)
