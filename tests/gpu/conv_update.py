@@ -304,6 +304,10 @@ def time_graphs(graphs: dict[str, Any]) -> dict[str, tuple[float, float, float]]
     return {name: tuple(statistics.quantiles(values, n=4)) for name, values in times.items()}  # type: ignore[misc]
 
 
+def _name(tile: Any) -> str:
+    return f"{tile.quads}x{tile.warps}{'s' if tile.swap else ''}"
+
+
 def timing(args: argparse.Namespace) -> int:
     """Stock against every tile, and against the tile that the table chooses."""
     import torch
@@ -312,7 +316,7 @@ def timing(args: argparse.Namespace) -> int:
     from sglang_gdn_zerocopy.kernels.conv_update import Tile, choose_tile
 
     chains = Chains(args.sources, args.release)
-    tiles = [Tile(32, 1), Tile(64, 2), Tile(128, 4), Tile(256, 8), Tile(64, 1), Tile(128, 2)]
+    tiles = [Tile(quads, warps, swap) for quads, warps in ((32, 1), (64, 2), (128, 4)) for swap in (False, True)]
     rows = []
     for (H, HV), T in itertools.product(args.heads, args.draft_tokens):
         for requests in args.requests:
@@ -326,9 +330,9 @@ def timing(args: argparse.Namespace) -> int:
             graphs = {"stock": graph_of([partial(chains.stock, variant, layer) for layer in layers])}
             for tile in tiles:
                 calls = [partial(chains.ours, variant, layer, tile) for layer in layers]
-                graphs[f"{tile.quads}x{tile.warps}"] = graph_of(calls)
+                graphs[_name(tile)] = graph_of(calls)
             times = time_graphs(graphs)
-            chosen = "{}x{}".format(*choose_tile(requests))
+            chosen = _name(choose_tile(requests))
             best = min((name for name in times if name != "stock"), key=lambda name: times[name][1])
             cells = "  ".join(f"{name} {value[1]:6.2f}" for name, value in times.items())
             print(f"H={H} HV={HV} T={T} N={requests:3d}  {cells}  best {best} chosen {chosen}", flush=True)
