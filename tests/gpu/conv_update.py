@@ -45,17 +45,16 @@ class Variant(NamedTuple):
 
 
 def variants(strided_unpack: bool) -> Iterator[Variant]:
-    """Every draft length with every head split; layouts and row strides spread over them."""
+    """Every draft length with every head split; window and projection layouts and row strides spread over them."""
     for number, (tokens, heads) in enumerate(itertools.product(DRAFT_TOKENS, HEADS)):
-        yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=0)
+        # One GEMM output: a row holds the gates too, so its stride is a multiple of 4 or only of 2.
+        padding = 2 * heads[1] + 2 if strided_unpack and number % 2 else 0
+        yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=padding)
         if number % 3 == 0:
-            yield Variant(tokens, *heads, interleaved=False, overlapping=False, row_padding=0)
+            yield Variant(tokens, *heads, interleaved=False, overlapping=False, row_padding=padding)
         if heads[1] // heads[0] != 3 and number % 2:
             # Stock's interleaved unpack takes powers of two only.
             yield Variant(tokens, *heads, interleaved=True, overlapping=True, row_padding=0)
-        if strided_unpack:
-            # One GEMM output: a row holds the gates too, so its stride is a multiple of 4 or only of 2.
-            yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=2 * heads[1] + 2)
 
 
 class Buffers(NamedTuple):
