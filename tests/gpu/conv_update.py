@@ -3,7 +3,8 @@
     python -m tests.gpu.conv_update equality SOURCES [--releases 0.5.17 0.5.20 0.5.23] [--jobs 12] [--repeats 10000]
     python -m tests.gpu.conv_update timing SOURCES [--release 0.5.17] [--out FILE]
 
-SOURCES is a wheel cache as `check` keeps it; a release that is not there is fetched over pip. Equality compares bits in
+SOURCES is a wheel cache as `check` keeps it, or holds <release>/sglang trees; a release that is not there is fetched
+over pip. Equality compares bits in
 bfloat16 and exits 1 on a difference. Timing prints microseconds per layer, in a CUDA graph of 24 layers with buffers of
 their own, stock and bundled interleaved in one run.
 """
@@ -109,7 +110,8 @@ class Chains:
     def __init__(self, sources: Path, release: str) -> None:
         from sglang_gdn_zerocopy.lab import loader, wheels
 
-        loader.mount(wheels.fetch(release, sources).folder)
+        plain = sources / release
+        loader.mount(plain if plain.is_dir() else wheels.fetch(release, sources).folder)
         from sglang_gdn_zerocopy.lab.harness import Harness
         from sglang_gdn_zerocopy.upstream.releases import CONV_FUNCTION, MODELS
 
