@@ -89,13 +89,12 @@ def _store4(p_base, o_word, v0, v1, v2, v3, mask, PACKED: tl.constexpr):
 @triton.jit
 def _store_swapped(p_base, i_first, words, live, CELLS: tl.constexpr, QUADS: tl.constexpr, LAST: tl.constexpr):
     # Threads swap their words first, so that neighbours store neighbours: whole 32-byte sectors in one go.
+    PLACES: tl.constexpr = 8 if CELLS > 4 else 4
     if CELLS > 4:
-        PLACES: tl.constexpr = 8
         low = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
         high = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
         grid = tl.join(low, high)
     else:
-        PLACES: tl.constexpr = 4
         grid = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
     flat = tl.reshape(grid, (QUADS * PLACES,))
     o_word = tl.arange(0, QUADS * PLACES)
