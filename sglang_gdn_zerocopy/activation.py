@@ -55,13 +55,13 @@ def activate() -> bool:
     return _PROCESS.wanted
 
 
-def _switch_on(allow_unverified: bool, bundled_kernels: bool, self_test: bool) -> None:
+def _switch_on(allow_unverified: bool, kernels: str, self_test: bool) -> None:
     import wrapt
 
     from sglang_gdn_zerocopy import import_hook
     from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
 
-    options = import_hook.Options(allow_unverified, bundled_kernels, self_test)
+    options = import_hook.Options(allow_unverified, kernels, self_test)
 
     def on_import(module: ModuleType) -> None:
         _PROCESS.awaited.discard(module.__name__)

@@ -85,12 +85,18 @@ class Overlay:
     """The wrappers of one imported backend module. ``live`` off makes them pass everything through."""
 
     def __init__(
-        self, module: ModuleType, release: Release, ledger: Ledger, bundled_kernels: bool, self_test: bool
+        self,
+        module: ModuleType,
+        release: Release,
+        ledger: Ledger,
+        bundled_kernels: bool,
+        bundled_recurrence: bool,
+        self_test: bool,
     ) -> None:
         self.live = True
         self.bundled_kernels = bundled_kernels
         self.routes = RouteManager(ledger)
-        self._adapt = adapter.Adapter(module, release, bundled_kernels)
+        self._adapt = adapter.Adapter(module, release, bundled_kernels, bundled_recurrence)
         self._ledger = ledger
         self._module = module
         self._release = release

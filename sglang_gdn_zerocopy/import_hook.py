@@ -22,7 +22,7 @@ class Options(NamedTuple):
     """What the environment asks for."""
 
     allow_unverified: bool
-    bundled_kernels: bool
+    kernels: str
     self_test: bool
 
 
@@ -60,7 +60,7 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
     try:
         package = probe.package_of(module)
         version = probe.version_of(package)
-        report = probe.examine_package(package, version, options.allow_unverified, options.bundled_kernels)
+        report = probe.examine_package(package, version, options.allow_unverified, options.kernels != "none")
         report = probe.examine_module(module, report)
         if not report.patchable or report.release is None:
             ledger.declined(report.reason, logging.INFO if report.verdict in _QUIET else logging.WARNING)
@@ -70,7 +70,14 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
         # torch and pluggy come in here at the earliest: a declined import needs neither.
         from sglang_gdn_zerocopy.forward import Overlay
 
-        overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test)
+        overlay = Overlay(
+            module,
+            report.release,
+            ledger,
+            bundled_kernels=not report.kernels_off,
+            bundled_recurrence=options.kernels == "all",
+            self_test=options.self_test,
+        )
         applied = patching.apply(overlay.patches())
         kernels = report.kernels_off or "bundled kernels after their self-test"
         ledger.installed(f"{report.reason}; {kernels}; verify calls are decided one shape at a time")
