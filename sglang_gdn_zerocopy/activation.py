@@ -82,15 +82,13 @@ def _strict() -> bool:
         return True
 
 
-def _switch_on(
-    allow_unverified: bool, bundled_kernels: bool, self_test: bool, shadow_every: int, status_folder: str
-) -> None:
+def _switch_on(allow_unverified: bool, kernels: str, self_test: bool, shadow_every: int, status_folder: str) -> None:
     import wrapt
 
     from sglang_gdn_zerocopy import import_hook
     from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
 
-    options = import_hook.Options(allow_unverified, bundled_kernels, self_test, shadow_every, status_folder)
+    options = import_hook.Options(allow_unverified, kernels, self_test, shadow_every, status_folder)
 
     def on_import(module: ModuleType) -> None:
         _PROCESS.awaited.discard(module.__name__)

@@ -98,6 +98,7 @@ class Overlay:
         release: Release,
         ledger: Ledger,
         bundled_kernels: bool,
+        bundled_recurrence: bool,
         self_test: bool,
         shadow_every: int = 0,
         shadow_folder: str = "",
@@ -108,7 +109,7 @@ class Overlay:
         self._shadow = Shadow(shadow_every, shadow_folder, ledger, self._give_up) if shadow_every else None
         self.bundled_kernels = bundled_kernels
         self.routes = RouteManager(ledger)
-        self._adapt = adapter.Adapter(module, release, bundled_kernels)
+        self._adapt = adapter.Adapter(module, release, bundled_kernels, bundled_recurrence)
         self._ledger = ledger
         self._module = module
         self._release = release

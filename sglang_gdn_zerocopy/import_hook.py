@@ -22,7 +22,7 @@ class Options(NamedTuple):
     """What the environment asks for."""
 
     allow_unverified: bool
-    bundled_kernels: bool
+    kernels: str
     self_test: bool
     shadow_every: int = 0
     status_folder: str = ""
@@ -62,7 +62,7 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
     try:
         package = probe.package_of(module)
         version = probe.version_of(package)
-        report = probe.examine_package(package, version, options.allow_unverified, options.bundled_kernels)
+        report = probe.examine_package(package, version, options.allow_unverified, options.kernels != "none")
         report = probe.examine_module(module, report)
         if not report.patchable or report.release is None:
             if report.verdict is Verdict.NOT_APPLICABLE or (report.verdict is Verdict.BUILT_IN and not report.differs):
@@ -75,8 +75,16 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
         # torch and pluggy come in here at the earliest: a declined import needs neither.
         from sglang_gdn_zerocopy.forward import Overlay
 
-        shadow = options.shadow_every, options.status_folder
-        overlay = Overlay(module, report.release, ledger, not report.kernels_off, options.self_test, *shadow)
+        overlay = Overlay(
+            module,
+            report.release,
+            ledger,
+            bundled_kernels=not report.kernels_off,
+            bundled_recurrence=options.kernels == "all",
+            self_test=options.self_test,
+            shadow_every=options.shadow_every,
+            shadow_folder=options.status_folder,
+        )
         applied = patching.apply(overlay.patches())
         if report.verdict is Verdict.SUPPORTED and report.differs:
             # Views go on, except in strict mode.

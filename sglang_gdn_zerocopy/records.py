@@ -40,7 +40,8 @@ class CallShape(NamedTuple):
     ``num_requests`` x ``draft_tokens`` rows enter the layer. Head counts are per rank. ``state_dtype`` and
     ``activation_dtype`` are torch's names without the prefix ("bfloat16"). ``copy_limit`` is the widest packed
     QKV (in elements) that stock copies; wider rows already reach the consumer as views, and 0 says that the release
-    copies none. ``bundled_kernels``: the bundled kernels may be used in this process.
+    copies none. ``bundled_kernels``: the bundled kernels may be used in this process; ``bundled_recurrence``: the
+    recurrence too.
     """
 
     layer_id: int
@@ -59,6 +60,7 @@ class CallShape(NamedTuple):
     activation_dtype: str
     state_dtype: str
     bundled_kernels: bool
+    bundled_recurrence: bool
 
 
 class ModelSite(NamedTuple):

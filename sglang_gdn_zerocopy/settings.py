@@ -21,6 +21,16 @@ def _parse_switch(text: str) -> bool:
     raise ValueError("use 1 or 0")
 
 
+def _parse_kernels(text: str) -> str:
+    word = text.strip().lower()
+    if word == "conv":
+        return word
+    try:
+        return "all" if _parse_switch(text) else "none"
+    except ValueError:
+        raise ValueError("use 1, conv or 0") from None
+
+
 def _parse_text(text: str) -> str:
     return text.strip()
 
@@ -67,8 +77,8 @@ UNVERIFIED = Setting(
 KERNELS = Setting(
     "SGLANG_GDN_ZEROCOPY_KERNELS",
     "1",
-    _parse_switch,
-    "0 keeps to views: stock's own unpack and conv, no bundled kernel.",
+    _parse_kernels,
+    "1 uses the bundled kernels for conv and recurrence, conv only the first of them, 0 none: views alone.",
 )
 SELFTEST = Setting(
     "SGLANG_GDN_ZEROCOPY_SELFTEST",

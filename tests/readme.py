@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.settings import SETTINGS
 from sglang_gdn_zerocopy.upstream.releases import RELEASES, SAME_BODIES
 
@@ -19,7 +20,9 @@ def releases_table() -> str:
     for version, release in RELEASES.items():
         name = f"{version} (and {also[version]}, same code)" if version in also else version
         protocols = ", ".join(protocol.value for protocol in release.protocols)
-        effect = "views instead of the copy" if release.copies else "built in upstream: nothing is patched"
+        effect = "bundled conv and recurrence"
+        effect += "; circular ring: bundled conv" if Protocol.CIRCULAR_RING in release.protocols else ""
+        effect += "; trees: views instead of the copy" if release.copies else "; trees: upstream, which has no copy"
         rows.append(f"| {name} | {protocols} | {effect} |")
     return "\n".join(rows)
 

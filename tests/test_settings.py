@@ -28,3 +28,17 @@ def test_child_environment_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) ->
     child = settings.child_environment(GDN_TEST="after", GDN_NEW="1")
     assert (child["GDN_TEST"], child["GDN_NEW"]) == ("after", "1")
     assert settings.child_environment()["GDN_TEST"] == "before"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", "all"), ("yes", "all"), (" Conv ", "conv"), ("0", "none"), ("off", "none"), ("", "none")]
+)
+def test_the_bundled_kernels_in_three_steps(text: str, value: str) -> None:
+    assert settings.KERNELS.read({settings.KERNELS.name: text}) == value
+
+
+def test_an_unknown_choice_of_kernels_names_the_remedy() -> None:
+    with pytest.raises(
+        settings.SettingError, match="SGLANG_GDN_ZEROCOPY_KERNELS='most' is not understood: use 1, conv or 0"
+    ):
+        settings.KERNELS.read({settings.KERNELS.name: "most"})

@@ -117,7 +117,7 @@ def examine(model: Path | None, tp: int, in_process: bool) -> Iterator[Finding]:
     else:
         version = version_of(package)
         yield Finding("sglang", State.OK, f"{version} in {package}")
-        report = examine_package(package, version, _read(settings.UNVERIFIED), _read(settings.KERNELS))
+        report = examine_package(package, version, _read(settings.UNVERIFIED), _read(settings.KERNELS) != "none")
         yield _release(report)
         if report.patchable:
             yield _kernels(report)
@@ -199,7 +199,8 @@ def _kernels(report: ProbeReport) -> Finding:
     if report.kernels_off:
         return Finding("kernels", State.NOTE, report.kernels_off)
     tested = "after a self-test at start" if _read(settings.SELFTEST) else "without self-test (switched off)"
-    return Finding("kernels", State.OK, f"bundled conv kernel, {tested}")
+    names = "conv and recurrence" if _read(settings.KERNELS) == "all" else "conv"
+    return Finding("kernels", State.OK, f"bundled {names}, {tested}")
 
 
 def _gpu() -> Finding:
@@ -221,7 +222,7 @@ def _model(model: GdnModel | None, tp: int, report: ProbeReport | None) -> Itera
     yield Finding("model", State.OK, text)
     release = report.release if report else None
     if report is not None and report.patchable and not report.kernels_off:
-        text = f"fused conv on Triton chains: one launch up to packed QKV in each of {model.layers} layers"
+        text = f"bundled kernels on Triton chains: one launch up to packed QKV in each of {model.layers} layers"
         yield Finding("route", State.OK, f"{text}; upstream on FlashInfer")
         return
     if width > STOCK_COPY_LIMIT:

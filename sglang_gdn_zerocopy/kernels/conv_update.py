@@ -17,10 +17,14 @@ _QUAD = 4
 
 
 class Tile(NamedTuple):
-    """Quads (four channels each) and warps of one program."""
+    """Quads (four channels each) and warps of one program; ``swap``: threads swap what they store.
+
+    With the swap each store covers whole sectors, at the price of a trip through shared memory.
+    """
 
     quads: int
     warps: int
+    swap: bool = False
 
 
 class Unpack(NamedTuple):
@@ -83,37 +87,62 @@ def _store4(p_base, o_word, v0, v1, v2, v3, mask, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _store8(p_base, o_word, v0, v1, v2, v3, v4, v5, v6, v7, mask):
-    # Two words at an even word offset: one 16-byte store.
-    words = tl.join(_word(v0, v1, v2, v3), _word(v4, v5, v6, v7))
-    o_words = o_word[:, None] + tl.arange(0, 2)[None, :]
-    tl.store(p_base.to(tl.pointer_type(tl.uint64), bitcast=True) + o_words, words, mask[:, None])
+def _store_swapped(p_base, i_first, words, live, CELLS: tl.constexpr, QUADS: tl.constexpr, LAST: tl.constexpr):
+    # Threads swap their words first, so that neighbours store neighbours: whole 32-byte sectors in one go.
+    PLACES: tl.constexpr = 8 if CELLS > 4 else 4
+    if CELLS > 4:
+        low = tl.join(tl.join(words[0], words[4]), tl.join(words[2], words[6]))
+        high = tl.join(tl.join(words[1], words[5]), tl.join(words[3], words[7]))
+        grid = tl.join(low, high)
+    else:
+        grid = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    flat = tl.reshape(grid, (QUADS * PLACES,))
+    o_word = tl.arange(0, QUADS * PLACES)
+    inside = o_word < QUADS * CELLS
+    source = tl.where(inside, o_word // CELLS * PLACES + o_word % CELLS, 0)
+    swapped = tl.gather(flat, source, 0)
+    o_word += i_first * CELLS
+    p_word = p_base.to(tl.pointer_type(tl.uint64), bitcast=True) + o_word
+    tl.store(p_word, swapped, inside & (o_word < LAST * CELLS) & live)
 
 
 @triton.jit
-def _store_quad(p_base, o_quad, cells, mask, CELLS: tl.constexpr, PACKED: tl.constexpr):
-    # ``cells`` holds CELLS cells of each of a quad's four channels; they lie one channel after the other.
-    o_word = o_quad * CELLS
-    if PACKED and CELLS % 2 == 0:
+def _store_quads(
+    p_base,
+    i_first,
+    cells,
+    live,
+    CELLS: tl.constexpr,
+    PACKED: tl.constexpr,
+    SWAP: tl.constexpr,
+    QUADS: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    # ``cells`` holds CELLS cells of each of a quad's four channels; they lie one channel after the other. ``i_first``
+    # is the program's first quad, LAST the number of all quads; ``live`` says whether anything is stored.
+    o_quad = i_first + tl.arange(0, QUADS)
+    mask = (o_quad < LAST) & live
+    if PACKED and SWAP and CELLS > 2 and CELLS <= 8:
+        words = ()
+        for i in tl.static_range(CELLS):
+            words = words + (_word(cells[4 * i], cells[4 * i + 1], cells[4 * i + 2], cells[4 * i + 3]),)
+        for _ in tl.static_range(8 - CELLS):
+            # Fills the places up to a power of two; nobody reads them.
+            words = words + (words[0],)
+        _store_swapped(p_base, i_first, words, live, CELLS, QUADS, LAST)
+    elif PACKED and CELLS % 2 == 0:
         for i in tl.static_range(0, CELLS, 2):
-            _store8(
-                p_base,
-                o_word + i,
-                cells[4 * i],
-                cells[4 * i + 1],
-                cells[4 * i + 2],
-                cells[4 * i + 3],
-                cells[4 * i + 4],
-                cells[4 * i + 5],
-                cells[4 * i + 6],
-                cells[4 * i + 7],
-                mask,
-            )
+            # Two words at an even word offset: one 16-byte store.
+            low = _word(cells[4 * i], cells[4 * i + 1], cells[4 * i + 2], cells[4 * i + 3])
+            high = _word(cells[4 * i + 4], cells[4 * i + 5], cells[4 * i + 6], cells[4 * i + 7])
+            o_words = (o_quad * CELLS + i)[:, None] + tl.arange(0, 2)[None, :]
+            p_words = p_base.to(tl.pointer_type(tl.uint64), bitcast=True) + o_words
+            tl.store(p_words, tl.join(low, high), mask[:, None])
     else:
         for i in tl.static_range(CELLS):
             _store4(
                 p_base,
-                o_word + i,
+                o_quad * CELLS + i,
                 cells[4 * i],
                 cells[4 * i + 1],
                 cells[4 * i + 2],
@@ -196,6 +225,7 @@ def _conv_update_kernel(
     WINDOW_PACKED: tl.constexpr,
     OUT_PACKED: tl.constexpr,
     PDL: tl.constexpr,
+    SWAP: tl.constexpr,
     QUADS: tl.constexpr,
 ):
     i_request = tl.program_id(0).to(tl.int64)
@@ -253,10 +283,14 @@ def _conv_update_kernel(
                 out = out + (acc.to(p_packed.dtype.element_ty),)
             _store4(p_packed + t * D, o_quad, out[0], out[1], out[2], out[3], mask, OUT_PACKED)
 
+        i_first = i_block * QUADS
+        live = slot >= 0
         if OVERLAPPING:
             # Window t is cells t + 1 to t + W - 1: consecutive windows share all but one cell, stored once.
             if T == WINDOW_STEPS:
-                _store_quad(p_windows, o_quad, _window(sequence, 1, T + W - 2), mask, T + W - 2, WINDOW_PACKED)
+                CELLS: tl.constexpr = T + W - 2
+                cells = _window(sequence, 1, CELLS)
+                _store_quads(p_windows, i_first, cells, live, CELLS, WINDOW_PACKED, SWAP, QUADS, D // 4)
             else:
                 PITCH: tl.constexpr = WINDOW_STEPS + W - 2
                 for c in tl.static_range(4):
@@ -265,9 +299,11 @@ def _conv_update_kernel(
         else:
             for t in tl.static_range(T):
                 p_step = p_windows + t * D * (W - 1)
-                _store_quad(p_step, o_quad, _window(sequence, t + 1, W - 1), mask, W - 1, WINDOW_PACKED)
+                cells = _window(sequence, t + 1, W - 1)
+                _store_quads(p_step, i_first, cells, live, W - 1, WINDOW_PACKED, SWAP, QUADS, D // 4)
         # One program holds the channel, and its old state was read above.
-        _store_quad(p_state, o_quad, _window(sequence, T, W - 1), mask, W - 1, STATE_PACKED)
+        cells = _window(sequence, T, W - 1)
+        _store_quads(p_state, i_first, cells, live, W - 1, STATE_PACKED, SWAP, QUADS, D // 4)
     elif UNPACK:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -310,9 +346,8 @@ def _conv_update_kernel(
 # (largest number of requests, tile): the first row that holds the batch is used; the last one serves all else.
 # From the sweep in benchmarks/.
 _TILES = (
-    (4, Tile(32, 1)),
-    (16, Tile(64, 2)),
-    (1 << 62, Tile(128, 4)),
+    (48, Tile(32, 1)),
+    (1 << 62, Tile(64, 2, swap=True)),
 )
 
 
@@ -449,6 +484,7 @@ def conv_update(
         WINDOW_PACKED=_words(windows, windows.stride(0)),
         OUT_PACKED=all(_words(output) for output in outputs),
         PDL=pdl,
+        SWAP=tile.swap,
         QUADS=tile.quads,
         num_warps=tile.warps,
         **({"launch_pdl": True} if pdl else {}),

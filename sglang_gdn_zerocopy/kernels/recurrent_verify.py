@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 HEAD_DIM = 128
 """The only K and V taken: all GDN models so far have it, and the order of the sums is known for it."""
@@ -85,6 +86,10 @@ class Config:
     lanes: int = 4
     """``explicit`` only: threads that share one column."""
     max_registers: int | None = None
+    blocks: int = 1
+    """``explicit`` only: blocks of ``columns`` that a program does one after another."""
+    stores: str = ""
+    """``explicit`` only: how snapshots are stored; ``cs`` as in PTX, ``ef`` to evict first."""
 
 
 class Choice(NamedTuple):
@@ -92,24 +97,29 @@ class Choice(NamedTuple):
 
     protocol: str
     state_dtype: torch.dtype
-    max_requests: int
+    max_heads: int
+    """Value heads of all requests together, N * HV: what there is to spread over the GPU."""
     config: Config
 
 
 PORTABLE = Config("portable", 32, 1)
-_ANY = 1 << 30
+_ANY = 1 << 62
 
 CHOICES: tuple[Choice, ...] = (
-    Choice("ring", torch.float32, 4, Config("explicit", 8, 1)),
-    Choice("ring", torch.float32, _ANY, Config("explicit", 32, 1)),
-    Choice("ring", torch.bfloat16, 4, Config("explicit", 8, 1)),
-    Choice("ring", torch.bfloat16, _ANY, Config("explicit", 32, 1)),
-    Choice("snapshots", torch.float32, 4, Config("explicit", 8, 1)),
-    Choice("snapshots", torch.float32, _ANY, Config("explicit", 32, 1)),
-    Choice("snapshots", torch.bfloat16, 4, Config("explicit", 8, 1)),
-    Choice("snapshots", torch.bfloat16, _ANY, Config("explicit", 32, 1)),
+    Choice("ring", torch.float32, 96, Config("explicit", 32, 4)),
+    Choice("ring", torch.float32, 512, Config("explicit", 64, 2)),
+    Choice("ring", torch.float32, _ANY, Config("explicit", 128, 4, 8)),
+    Choice("ring", torch.bfloat16, 96, Config("explicit", 32, 4)),
+    Choice("ring", torch.bfloat16, _ANY, Config("explicit", 64, 2)),
+    Choice("snapshots", torch.float32, 96, Config("explicit", 8, 1, 8)),
+    Choice("snapshots", torch.float32, 512, Config("explicit", 64, 4, 4, 128)),
+    Choice("snapshots", torch.float32, _ANY, Config("explicit", 8, 1, 8)),
+    Choice("snapshots", torch.bfloat16, 96, Config("explicit", 8, 1)),
+    Choice("snapshots", torch.bfloat16, 512, Config("explicit", 64, 2)),
+    Choice("snapshots", torch.bfloat16, 1536, Config("explicit", 64, 4, 4, 128)),
+    Choice("snapshots", torch.bfloat16, _ANY, Config("explicit", 16, 1)),
 )
-"""Measured on an H200 with H=16, HV=32 and four draft tokens."""
+"""Measured on an H200 with H=16, HV=32 and four draft tokens, for 1, 8, 32 and 64 requests."""
 
 
 @triton.jit
@@ -160,7 +170,7 @@ def _recurrent_verify_kernel(
     stride_beta_slot,
     stride_beta_head,
     stride_beta_step,
-    RING_LENGTH: tl.constexpr,
+    ring_length,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -211,7 +221,7 @@ def _recurrent_verify_kernel(
 
         # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
         if RING:  # noqa: SIM102
-            if slot >= 0 and i_t < RING_LENGTH:
+            if slot >= 0 and i_t < ring_length:
                 p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
                 tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
                 if i_v == 0:
@@ -325,7 +335,7 @@ def _recurrent_verify_explicit_kernel(
     stride_beta_slot,
     stride_beta_head,
     stride_beta_step,
-    RING_LENGTH: gl.constexpr,
+    ring_length,
     H: gl.constexpr,
     HV: gl.constexpr,
     K: gl.constexpr,
@@ -340,15 +350,15 @@ def _recurrent_verify_explicit_kernel(
     LEAF: gl.constexpr,
     NORM_LEAF: gl.constexpr,
     LANES: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STORE_CACHE: gl.constexpr,
+    STORE_EVICT: gl.constexpr,
     STATE: gl.constexpr,
     ROW: gl.constexpr,
     VALUE: gl.constexpr,
     GATE: gl.constexpr,
 ):
     i_v, i_hv, i_n = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     i_h = i_hv // (HV // H)
     slot = gl.load(p_slots + i_n).to(gl.int64)
     begin = gl.load(p_starts + i_n).to(gl.int64)
@@ -356,112 +366,139 @@ def _recurrent_verify_explicit_kernel(
     row = slot
     if not RING:
         row = gl.load(p_rows + i_n).to(gl.int64)
-        p_snapshots += row * stride_snapshot_row + i_hv * (V * K)
+        p_snapshots += row * stride_snapshot_row + i_hv * (V * K) + i_v * (BLOCKS * BV * K)
 
     BY_K: gl.constexpr = gl.SliceLayout(0, STATE)
     BY_V: gl.constexpr = gl.SliceLayout(1, STATE)
     BY_TOKEN: gl.constexpr = gl.SliceLayout(1, GATE)
-    o_state = (i_v * BV + gl.arange(0, BV, BY_V))[:, None] * K + gl.arange(0, K, BY_K)[None, :]
-    o_out = i_v * BV + gl.arange(0, BV, BY_V)
+    o_column = gl.arange(0, BV, BY_V)
+    o_state = o_column[:, None] * K + gl.arange(0, K, BY_K)[None, :]
     o_k = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
-    o_v = (i_v * BV + gl.arange(0, BV, gl.SliceLayout(0, VALUE)))[None, :]
+    o_v = gl.arange(0, BLOCKS * BV, gl.SliceLayout(0, VALUE))[None, :]
     i_k_row = gl.arange(0, BT, gl.SliceLayout(1, ROW))[:, None]
     i_v_row = gl.arange(0, BT, gl.SliceLayout(1, VALUE))[:, None]
     i_gate = gl.arange(0, BT, BY_TOKEN)
 
+    # What the kernel before this one does not write is read before that one has ended; it is needed last.
+    first_column = i_v * (BLOCKS * BV)
+    p_state += slot * stride_state + i_hv * (V * K) + first_column * K
+    raw_h = gl.load(p_state + o_state, mask=slot >= 0, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
     p_q += begin * stride_q + i_h * K
     p_k += begin * stride_k + i_h * K
-    p_v += begin * stride_v + i_hv * V
+    p_v += begin * stride_v + i_hv * V + first_column
     p_a += begin * stride_a + i_hv
     p_b += begin * stride_b + i_hv
-    p_out += (begin * HV + i_hv) * V
-
-    raw_q = gl.load(p_q + (i_k_row * stride_q + o_k), mask=i_k_row < tokens, other=0.0)
-    raw_k = gl.load(p_k + (i_k_row * stride_k + o_k), mask=i_k_row < tokens, other=0.0)
-    raw_v = gl.load(p_v + (i_v_row * stride_v + o_v), mask=i_v_row < tokens, other=0.0)
-    raw_a = gl.load(p_a + i_gate * stride_a, mask=i_gate < tokens, other=0.0)
-    raw_b = gl.load(p_b + i_gate * stride_b, mask=i_gate < tokens, other=0.0)
-    decay_rate = -gl.exp(gl.load(p_a_log + i_hv).to(gl.float32))
-    dt_bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
-
-    b_h = gl.zeros([BV, K], gl.float32, STATE)
-    if slot >= 0:
-        b_h += gl.load(p_state + slot * stride_state + i_hv * (V * K) + o_state).to(gl.float32)
+    p_out += (begin * HV + i_hv) * V + first_column
 
     # Written as [BT, n], read a token at a time as [n].
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_q = gl.allocate_shared_memory(gl.float32, [BT, K], TILE)
     s_k = gl.allocate_shared_memory(gl.float32, [BT, K], TILE)
-    s_v = gl.allocate_shared_memory(gl.float32, [BT, BV], TILE)
+    s_v = gl.allocate_shared_memory(gl.float32, [BT, BLOCKS * BV], TILE)
     s_decay = gl.allocate_shared_memory(gl.float32, [BT, 1], TILE)
     s_beta = gl.allocate_shared_memory(gl.float32, [BT, 1], TILE)
     s_q_of = s_q._reinterpret(gl.float32, [BT, K], LINE)
     s_k_of = s_k._reinterpret(gl.float32, [BT, K], LINE)
-    s_v_of = s_v._reinterpret(gl.float32, [BT, BV], LINE)
+    s_v_of = s_v._reinterpret(gl.float32, [BT * BLOCKS, BV], LINE)
     s_decay_of = s_decay._reinterpret(gl.float32, [BT, 1], LINE)
     s_beta_of = s_beta._reinterpret(gl.float32, [BT, 1], LINE)
 
-    for first in range(0, tokens, BT):
-        b_k = raw_k.to(gl.float32)
-        b_v = raw_v.to(gl.float32)
-        x = raw_a.to(gl.float32) + dt_bias
-        g = decay_rate * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
-        beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
+    if BLOCKS > 1:
+        s_state = gl.allocate_shared_memory(p_state.dtype.element_ty, [BV, K], TILE)
 
-        if RING:  # noqa: SIM102
-            if slot >= 0:
-                kept = gl.minimum(tokens, RING_LENGTH) - first
-                p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + first * stride_raw_v_step
-                o_kept_v = i_v_row * stride_raw_v_step + o_v
-                gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
-                if i_v == 0:
-                    p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
-                    gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
-                    p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
-                    gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
-                    if i_hv % (HV // H) == 0:
-                        p_kept_k = (
-                            p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + first * stride_raw_k_step
+    for i_b in range(BLOCKS):
+        b_h = raw_h.to(gl.float32)
+        if BLOCKS > 1:
+            # The next block's state is on its way while this one's tokens run.
+            p_state += BV * K
+            present = (slot >= 0) & (i_b + 1 < BLOCKS)
+            async_copy.async_copy_global_to_shared(s_state, p_state + o_state, mask=present)
+            async_copy.commit_group()
+        p_out_t = p_out + i_b * BV
+        p_snapshot = p_snapshots
+        if not RING:
+            p_snapshot += i_b * (BV * K)
+
+        for first in range(0, tokens, BT):
+            # All blocks share what is prepared, unless there are more tokens than it holds.
+            if (i_b == 0) | (tokens > BT):
+                left = tokens - first
+                raw_q = gl.load(p_q + ((first + i_k_row) * stride_q + o_k), mask=i_k_row < left, other=0.0)
+                raw_k = gl.load(p_k + ((first + i_k_row) * stride_k + o_k), mask=i_k_row < left, other=0.0)
+                raw_v = gl.load(p_v + ((first + i_v_row) * stride_v + o_v), mask=i_v_row < left, other=0.0)
+                raw_a = gl.load(p_a + (first + i_gate) * stride_a, mask=i_gate < left, other=0.0)
+                raw_b = gl.load(p_b + (first + i_gate) * stride_b, mask=i_gate < left, other=0.0)
+                raw_a_log = gl.load(p_a_log + i_hv)
+                dt_bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
+                b_k = raw_k.to(gl.float32)
+                b_v = raw_v.to(gl.float32)
+                x = raw_a.to(gl.float32) + dt_bias
+                g = -gl.exp(raw_a_log.to(gl.float32)) * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
+                beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
+
+                if RING:  # noqa: SIM102
+                    if slot >= 0:
+                        kept = gl.minimum(tokens, ring_length) - first
+                        p_kept_v = (
+                            p_raw_v
+                            + slot * stride_raw_v_slot
+                            + i_hv * stride_raw_v_head
+                            + first * stride_raw_v_step
+                            + first_column
                         )
-                        o_kept_k = i_k_row * stride_raw_k_step + o_k
-                        gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
+                        o_kept_v = i_v_row * stride_raw_v_step + o_v
+                        gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
+                        if i_v == 0:
+                            p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
+                            gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
+                            p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
+                            gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
+                            if i_hv % (HV // H) == 0:
+                                p_kept_k = (
+                                    p_raw_k
+                                    + slot * stride_raw_k_slot
+                                    + i_h * stride_raw_k_head
+                                    + first * stride_raw_k_step
+                                )
+                                o_kept_k = i_k_row * stride_raw_k_step + o_k
+                                gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
 
-        b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
-        s_q.store(b_q)
-        s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
-        s_v.store(b_v)
-        s_decay.store(gl.expand_dims(gl.exp(g), 1))
-        s_beta.store(gl.expand_dims(beta, 1))
-        # Here once, so that the compiler needs none in the loop over tokens.
-        tl.debug_barrier()
+                b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
+                s_q.store(b_q)
+                s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
+                s_v.store(b_v)
+                s_decay.store(gl.expand_dims(gl.exp(g), 1))
+                s_beta.store(gl.expand_dims(beta, 1))
+                # Here once, so that the compiler needs none in the loop over tokens.
+                tl.debug_barrier()
 
-        for i_t in range(gl.minimum(tokens - first, BT)):
-            b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
-            b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
-            b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
-            b_v_t = s_v_of.index(i_t).load(BY_V) - gl.convert_layout(b_dot, BY_V)
-            b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
-            b_h += b_k_t * b_v_t[:, None]
-            b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
-            gl.store(p_out + o_out, gl.convert_layout(b_o, BY_V).to(p_out.dtype.element_ty))
-            p_out += HV * V
-            if not RING:
-                if row >= 0:
-                    gl.store(p_snapshots + o_state, b_h.to(p_snapshots.dtype.element_ty))
-                p_snapshots += stride_snapshot_step
+            if first == 0:
+                # As stock, which adds the state to zeros: no -0.
+                b_h += 0.0
+            for i_t in range(gl.minimum(tokens - first, BT)):
+                b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
+                b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
+                b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
+                b_v_t = s_v_of.index(i_t * BLOCKS + i_b).load(BY_V) - gl.convert_layout(b_dot, BY_V)
+                b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
+                b_h += b_k_t * b_v_t[:, None]
+                b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
+                gl.store(p_out_t + o_column, gl.convert_layout(b_o, BY_V).to(p_out.dtype.element_ty))
+                p_out_t += HV * V
+                if not RING:
+                    if row >= 0:
+                        b_kept = b_h.to(p_snapshots.dtype.element_ty)
+                        gl.store(p_snapshot + o_state, b_kept, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+                    p_snapshot += stride_snapshot_step
 
-        p_q += BT * stride_q
-        p_k += BT * stride_k
-        p_v += BT * stride_v
-        p_a += BT * stride_a
-        p_b += BT * stride_b
-        left = tokens - first - BT
-        raw_q = gl.load(p_q + (i_k_row * stride_q + o_k), mask=i_k_row < left, other=0.0)
-        raw_k = gl.load(p_k + (i_k_row * stride_k + o_k), mask=i_k_row < left, other=0.0)
-        raw_v = gl.load(p_v + (i_v_row * stride_v + o_v), mask=i_v_row < left, other=0.0)
-        raw_a = gl.load(p_a + i_gate * stride_a, mask=i_gate < left, other=0.0)
-        raw_b = gl.load(p_b + i_gate * stride_b, mask=i_gate < left, other=0.0)
+        if BLOCKS > 1:
+            async_copy.wait_group(0)
+            raw_h = s_state.load(STATE)
 
 
 def _bases(start: int, end: int, axis: int) -> list[list[int]]:
@@ -492,8 +529,11 @@ def explicit_layouts(config: Config, leaf: int) -> dict[str, Any]:
         shape=[config.columns, HEAD_DIM],
     )
     vector = min(8, config.columns)
-    across = min(_WARP, config.columns // vector)
+    across = min(_WARP, config.columns * config.blocks // vector)
     return {
+        "BLOCKS": config.blocks,
+        "STORE_CACHE": ".cs" if config.stores == "cs" else "",
+        "STORE_EVICT": "evict_first" if config.stores == "ef" else "",
         "LEAF": leaf,
         "NORM_LEAF": _NORM_LEAF,
         "LANES": config.lanes,
@@ -529,7 +569,8 @@ def recurrent_verify(
     below 0 its state is zero and its ring is not written. ``starts`` [N + 1], int32 or int64: the first row of each
     request and the end; an empty one writes nothing. ``kept`` is written: see ``FoldRing`` and ``Snapshots``.
     ``reciprocal_norm``: x * (1 / norm) as stock does it from 0.5.22, before that x / norm. ``overlap``: launch it as a
-    programmatic dependent of the kernel before it. ``config``: instead of what ``choose`` says.
+    programmatic dependent of the kernel before it, which must not write ``state``, ``slots``, ``starts`` or the rows of
+    ``kept``: they are read early. ``config``: instead of what ``choose`` says.
 
     Raises ``ValueError`` before anything is written for what it does not take.
     """
@@ -548,7 +589,7 @@ def recurrent_verify(
         buffers = (*kept, None, None, None, None)
         strides = (*kept.states.stride()[:2], *(0,) * 12)
     if config is None:
-        config = choose(protocol, state.dtype, N, q.device)
+        config = choose(protocol, state.dtype, N * HV, q.device)
     constants: dict[str, Any] = {}
     options: dict[str, Any] = {"num_warps": config.warps}
     if config.implementation == "explicit":
@@ -564,7 +605,7 @@ def recurrent_verify(
     if overlap:
         options["launch_pdl"] = True
     kernel = _recurrent_verify_kernel if config.implementation == "portable" else _recurrent_verify_explicit_kernel
-    kernel[(V // config.columns, HV, N)](
+    kernel[(V // (config.columns * config.blocks), HV, N)](
         q,
         k,
         v,
@@ -585,7 +626,7 @@ def recurrent_verify(
         b.stride(-2),
         state.stride(0),
         *strides,
-        RING_LENGTH=length,
+        length,
         H=H,
         HV=HV,
         K=K,
@@ -602,11 +643,11 @@ def recurrent_verify(
     return out
 
 
-def choose(protocol: str, state_dtype: torch.dtype, requests: int, device: torch.device) -> Config:
-    """The configuration of a launch: from ``CHOICES`` on sm_90, stock's own tile everywhere else."""
+def choose(protocol: str, state_dtype: torch.dtype, heads: int, device: torch.device) -> Config:
+    """From ``CHOICES`` on sm_90, stock's own tile everywhere else; ``heads`` is N * HV, see ``Choice``."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         for choice in CHOICES:
-            if (choice.protocol, choice.state_dtype) == (protocol, state_dtype) and requests <= choice.max_requests:
+            if (choice.protocol, choice.state_dtype) == (protocol, state_dtype) and heads <= choice.max_heads:
                 return choice.config
     return PORTABLE
 

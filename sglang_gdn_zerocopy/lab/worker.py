@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     harness = Harness()
     package = probe.package_of(harness.module)
     version = probe.version_of(package)
-    examined = probe.examine_package(package, version, want_kernels=KERNELS.read())
+    examined = probe.examine_package(package, version, want_kernels=KERNELS.read() != "none")
     report = probe.examine_module(harness.module, examined)
     if report.release is None:
         _say(error=report.reason)

@@ -23,11 +23,12 @@ def gdn_zerocopy_route(shape: CallShape) -> Decision:
         return Decision(Route.UPSTREAM, f"overlay inactive: verify={shape.consumer_name}; {why}")
     if shape.tree and shape.protocol is not Protocol.SNAPSHOTS:
         return Decision(Route.UPSTREAM, f"a draft tree with a {shape.protocol.value}; stock serves chains only")
-    if shape.bundled_kernels and not shape.tree and shape.protocol is not Protocol.CIRCULAR_RING:
+    bundled = shape.bundled_kernels and not shape.tree
+    if bundled and shape.bundled_recurrence and shape.protocol is not Protocol.CIRCULAR_RING:
         return Decision(
             Route.BUNDLED, "one launch up to packed QKV and one for the recurrence, which reads it in place"
         )
-    if shape.bundled_kernels and not shape.tree:
+    if bundled:
         text = f"one launch up to packed QKV, which {shape.consumer_name} reads through views"
         return Decision(Route.FUSED_CONV, text)
     if shape.copy_limit == 0:

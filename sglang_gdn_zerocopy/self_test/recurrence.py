@@ -76,8 +76,9 @@ def _recurrence_shape(
 ) -> RecurrenceShape:
     protocol = "ring" if isinstance(kept, FoldRing) else "snapshots"
     device = inputs.state.device
+    heads = (inputs.starts.shape[0] - 1) * inputs.v.shape[2]
     return RecurrenceShape(
-        config=choose(protocol, inputs.state.dtype, inputs.starts.shape[0] - 1, device),
+        config=choose(protocol, inputs.state.dtype, heads, device),
         draft_tokens=draft_tokens,
         inputs=tuple(_layout(tensor) for tensor in inputs),
         kept=tuple(_layout(tensor) for tensor in kept),

@@ -272,9 +272,10 @@ def _not_ours(reason: str) -> Decision:
 class Adapter:
     """Reads the live objects of one imported backend module. Keeps no state between calls."""
 
-    def __init__(self, module: ModuleType, release: Release, bundled_kernels: bool) -> None:
+    def __init__(self, module: ModuleType, release: Release, bundled_kernels: bool, bundled_recurrence: bool) -> None:
         self._module = module
         self._bundled_kernels = bundled_kernels
+        self._bundled_recurrence = bundled_kernels and bundled_recurrence
         self._backend_class = getattr(module, BACKEND_CLASS)
         self._triton_class = getattr(module, TRITON_VERIFY_CLASS)
         self._release = release
@@ -335,6 +336,7 @@ class Adapter:
             activation_dtype=_DTYPE_NAMES.get(dtype, "other"),
             state_dtype=_DTYPE_NAMES.get(cache.temporal.dtype, "other"),
             bundled_kernels=self._bundled_kernels,
+            bundled_recurrence=self._bundled_recurrence,
         )
 
     def _consumer(

@@ -98,7 +98,7 @@ def test_a_stock_release(
     found = findings()
     assert found["release"][0][0] is state
     assert says in found["release"][0][1]
-    expected = (State.OK, "bundled conv kernel, after a self-test at start")
+    expected = (State.OK, "bundled conv and recurrence, after a self-test at start")
     if kernels == "0":
         expected = (State.NOTE, "bundled kernels are off (SGLANG_GDN_ZEROCOPY_KERNELS=0)")
     assert found.get("kernels", [expected]) == [expected]

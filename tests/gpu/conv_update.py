@@ -3,7 +3,8 @@
     python -m tests.gpu.conv_update equality SOURCES [--releases 0.5.17 0.5.20 0.5.23] [--jobs 12] [--repeats 10000]
     python -m tests.gpu.conv_update timing SOURCES [--release 0.5.17] [--out FILE]
 
-SOURCES is a wheel cache as `check` keeps it; a release that is not there is fetched over pip. Equality compares bits in
+SOURCES is a wheel cache as `check` keeps it, or holds <release>/sglang trees; a release that is not there is fetched
+over pip. Equality compares bits in
 bfloat16 and exits 1 on a difference. Timing prints microseconds per layer, in a CUDA graph of 24 layers with buffers of
 their own, stock and bundled interleaved in one run.
 """
@@ -44,18 +45,17 @@ class Variant(NamedTuple):
     row_padding: int
 
 
-def variants(strided_unpack: bool) -> Iterator[Variant]:
-    """Every draft length with every head split; layouts and row strides spread over them."""
-    for number, (tokens, heads) in enumerate(itertools.product(DRAFT_TOKENS, HEADS)):
-        yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=0)
+def variants(strided_unpack: bool, draft_tokens: Sequence[int]) -> Iterator[Variant]:
+    """Every draft length with every head split; window and projection layouts and row strides spread over them."""
+    for number, (tokens, heads) in enumerate(itertools.product(draft_tokens, HEADS)):
+        # One GEMM output: a row holds the gates too, so its stride is a multiple of 4 or only of 2.
+        padding = 2 * heads[1] + 2 if strided_unpack and number % 2 else 0
+        yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=padding)
         if number % 3 == 0:
-            yield Variant(tokens, *heads, interleaved=False, overlapping=False, row_padding=0)
+            yield Variant(tokens, *heads, interleaved=False, overlapping=False, row_padding=padding)
         if heads[1] // heads[0] != 3 and number % 2:
             # Stock's interleaved unpack takes powers of two only.
             yield Variant(tokens, *heads, interleaved=True, overlapping=True, row_padding=0)
-        if strided_unpack:
-            # One GEMM output: a row holds the gates too, so its stride is a multiple of 4 or only of 2.
-            yield Variant(tokens, *heads, interleaved=False, overlapping=True, row_padding=2 * heads[1] + 2)
 
 
 class Buffers(NamedTuple):
@@ -110,7 +110,8 @@ class Chains:
     def __init__(self, sources: Path, release: str) -> None:
         from sglang_gdn_zerocopy.lab import loader, wheels
 
-        loader.mount(wheels.fetch(release, sources).folder)
+        plain = sources / release
+        loader.mount(plain if plain.is_dir() else wheels.fetch(release, sources).folder)
         from sglang_gdn_zerocopy.lab.harness import Harness
         from sglang_gdn_zerocopy.upstream.releases import CONV_FUNCTION, MODELS
 
@@ -198,10 +199,10 @@ def differences(variant: Variant, stock: dict[str, Any], ours: dict[str, Any], s
     return names
 
 
-def equality_shard(sources: Path, release: str, shard: int, shards: int, repeats: int) -> int:
+def equality_shard(sources: Path, release: str, tokens: Sequence[int], shard: int, shards: int, repeats: int) -> int:
     """Compare this shard's variants; prints one JSON line, returns the number of differing calls."""
     chains = Chains(sources, release)
-    mine = [v for i, v in enumerate(variants(chains.strided_unpack)) if i % shards == shard]
+    mine = [v for i, v in enumerate(variants(chains.strided_unpack, tokens)) if i % shards == shard]
     calls, failed = 0, []
     for variant, requests in itertools.product(mine, REQUESTS):
         for padded in (False, True):
@@ -240,7 +241,8 @@ def equality(args: argparse.Namespace) -> int:
     """Runs the shards in processes of their own, a release after the other."""
     total, started = 0, time.monotonic()
     for release in args.releases:
-        command = [sys.executable, "-m", "tests.gpu.conv_update", "shard", str(args.sources), release]
+        tokens = ",".join(map(str, args.draft_tokens))
+        command = [sys.executable, "-m", "tests.gpu.conv_update", "shard", str(args.sources), release, tokens]
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         workers = [
             subprocess.Popen(
@@ -304,6 +306,10 @@ def time_graphs(graphs: dict[str, Any]) -> dict[str, tuple[float, float, float]]
     return {name: tuple(statistics.quantiles(values, n=4)) for name, values in times.items()}  # type: ignore[misc]
 
 
+def _name(tile: Any) -> str:
+    return f"{tile.quads}x{tile.warps}{'s' if tile.swap else ''}"
+
+
 def timing(args: argparse.Namespace) -> int:
     """Stock against every tile, and against the tile that the table chooses."""
     import torch
@@ -312,7 +318,7 @@ def timing(args: argparse.Namespace) -> int:
     from sglang_gdn_zerocopy.kernels.conv_update import Tile, choose_tile
 
     chains = Chains(args.sources, args.release)
-    tiles = [Tile(32, 1), Tile(64, 2), Tile(128, 4), Tile(256, 8), Tile(64, 1), Tile(128, 2)]
+    tiles = [Tile(quads, warps, swap) for quads, warps in ((32, 1), (64, 2), (128, 4)) for swap in (False, True)]
     rows = []
     for (H, HV), T in itertools.product(args.heads, args.draft_tokens):
         for requests in args.requests:
@@ -326,9 +332,9 @@ def timing(args: argparse.Namespace) -> int:
             graphs = {"stock": graph_of([partial(chains.stock, variant, layer) for layer in layers])}
             for tile in tiles:
                 calls = [partial(chains.ours, variant, layer, tile) for layer in layers]
-                graphs[f"{tile.quads}x{tile.warps}"] = graph_of(calls)
+                graphs[_name(tile)] = graph_of(calls)
             times = time_graphs(graphs)
-            chosen = "{}x{}".format(*choose_tile(requests))
+            chosen = _name(choose_tile(requests))
             best = min((name for name in times if name != "stock"), key=lambda name: times[name][1])
             cells = "  ".join(f"{name} {value[1]:6.2f}" for name, value in times.items())
             print(f"H={H} HV={HV} T={T} N={requests:3d}  {cells}  best {best} chosen {chosen}", flush=True)
@@ -366,6 +372,7 @@ def main(arguments: list[str]) -> int:
     one.add_argument("--releases", nargs="+", default=["0.5.17", "0.5.20", "0.5.23"])
     one.add_argument("--jobs", type=int, default=12)
     one.add_argument("--repeats", type=int, default=10000)
+    one.add_argument("--draft-tokens", type=int, nargs="+", default=list(DRAFT_TOKENS))
     two = commands.add_parser("timing")
     two.add_argument("sources", type=Path)
     two.add_argument("--release", default="0.5.17")
@@ -376,13 +383,15 @@ def main(arguments: list[str]) -> int:
     three = commands.add_parser("shard")
     three.add_argument("sources", type=Path)
     three.add_argument("release")
+    three.add_argument("tokens")
     three.add_argument("numbers", type=int, nargs=3)
     args = parser.parse_args(arguments)
     if args.command == "equality":
         return equality(args)
     if args.command == "timing":
         return timing(args)
-    return int(equality_shard(args.sources, args.release, *args.numbers) > 0)
+    tokens = [int(text) for text in args.tokens.split(",")]
+    return int(equality_shard(args.sources, args.release, tokens, *args.numbers) > 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""On an H200: is every implementation and tile of the recurrent verify equal to stock, and how long does each take?
+"""On an H200: is the recurrent verify equal to stock, and how long do it and the whole chain in front of it take?
 
-    python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing]
+    python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing|chain]
 
-``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch and Triton are all else that is needed.
-Prints a line for every case whose bits differ, a table of times, and writes ``equality.jsonl`` and ``timing.jsonl`` to
-``--out``. Exit code 1 if any case differs or could not be run.
+``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch, Triton and packaging are all else that is
+needed. Prints a line for every case whose bits differ and tables of times, and writes ``equality.jsonl``,
+``timing.jsonl`` and ``chain.jsonl`` to ``--out``. Exit code 1 if any case differs or could not be run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,9 +33,13 @@ if str(ROOT) not in sys.path:
 
 # Below the line that finds them when this runs as a script.
 import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from packaging.version import Version  # noqa: E402
 
 from sglang_gdn_zerocopy.kernels import recurrent_verify as rv  # noqa: E402
 from sglang_gdn_zerocopy.kernels.recurrent_verify import Config  # noqa: E402
+from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, COPY_FUNCTION  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATION = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -53,32 +57,50 @@ STOOD_IN_FOR = (
     "sglang.kernels.jit",
     "sglang.kernels.jit.utils",
 )
-RECIPROCAL_SINCE = (0, 5, 22)
+RECIPROCAL_SINCE = Version("0.5.22")
+RING_RELEASES = ("0.5.17", "0.5.18", "0.5.19")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = ("fp32", "bf16") if DEVICE == "cuda" else ("fp32", "fp16")
 LAYERS = 24
 
-TILES: tuple[Config, ...] = (
-    rv.PORTABLE,
-    Config("portable", 4, 1),
-    Config("explicit", 4, 1, 8),
-    Config("explicit", 8, 1, 4),
-    Config("explicit", 8, 1, 8),
-    Config("explicit", 16, 1, 4),
-    Config("explicit", 16, 2, 4),
-    Config("explicit", 32, 1, 4),
-    Config("explicit", 32, 1, 8),
-    Config("explicit", 32, 2, 4),
-    Config("explicit", 32, 4, 4),
-    Config("explicit", 64, 2, 4),
-    Config("explicit", 64, 2, 8),
-    Config("explicit", 64, 4, 4),
-    Config("explicit", 64, 4, 4, 128),
-    Config("explicit", 128, 4, 4),
-    Config("explicit", 128, 4, 8),
-    Config("explicit", 128, 8, 4),
-    Config("explicit", 128, 8, 4, 128),
-)
+SWEEP: dict[tuple[str, str], tuple[Config, ...]] = {
+    ("ring", "fp32"): (
+        Config("explicit", 8, 1, 8),
+        Config("explicit", 16, 2),
+        Config("explicit", 32, 1, 8, blocks=4),
+        Config("explicit", 64, 2, 8, blocks=2),
+        Config("explicit", 64, 2, blocks=2),
+        Config("explicit", 64, 4, 4, 128),
+        Config("explicit", 64, 4, 4, 128, blocks=2),
+        Config("explicit", 32, 2, 4, 128, blocks=4),
+    ),
+    ("ring", "bf16"): (
+        Config("explicit", 8, 1),
+        Config("explicit", 64, 2, blocks=2),
+        Config("explicit", 64, 4, 4, 128),
+        Config("explicit", 64, 4, 4, 128, blocks=2),
+    ),
+    ("snapshots", "fp32"): (
+        Config("explicit", 8, 1, 8, stores="cs"),
+        Config("explicit", 8, 1, 8, stores="ef"),
+        Config("explicit", 4, 1, 8, stores="cs"),
+        Config("explicit", 8, 1, 8, blocks=2, stores="cs"),
+        Config("explicit", 32, 4, stores="cs"),
+        Config("explicit", 64, 4, 4, 128, stores="cs"),
+    ),
+    ("snapshots", "bf16"): (
+        Config("explicit", 16, 1, stores="cs"),
+        Config("explicit", 64, 4, 4, 128, stores="cs"),
+        Config("explicit", 32, 2),
+    ),
+}
+"""What is timed and compared beside the configurations of the table."""
+
+
+def chosen(protocol: str, state: str) -> tuple[Config, ...]:
+    """The table's configurations."""
+    rows = [one for one in rv.CHOICES if (one.protocol, one.state_dtype) == (protocol, DTYPES[state])]
+    return tuple(dict.fromkeys(one.config for one in rows))
 
 
 def tile_name(config: Config) -> str:
@@ -86,9 +108,11 @@ def tile_name(config: Config) -> str:
     if config.implementation == "portable":
         return f"p{config.columns}"
     cap = f"r{config.max_registers}" if config.max_registers else ""
-    return f"x{config.columns}w{config.warps}l{config.lanes}{cap}"
+    blocks = f"b{config.blocks}" if config.blocks > 1 else ""
+    return f"x{config.columns}w{config.warps}l{config.lanes}{cap}{blocks}{config.stores}"
 
 
+@cache
 def load_stock(folder: Path) -> Callable[..., torch.Tensor]:
     """The launch function of the release in ``folder``, from its file alone, as it is on an H200.
 
@@ -127,7 +151,7 @@ def load_stock(folder: Path) -> Callable[..., torch.Tensor]:
 
 def reciprocal(release: str) -> bool:
     """Whether this release multiplies with the inverse of the norm."""
-    return tuple(int(part) for part in release.split(".")[:3]) >= RECIPROCAL_SINCE
+    return Version(release) >= RECIPROCAL_SINCE
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,8 @@ class Case:
     """Steps of ring or snapshots beyond the longest segment; negative: fewer."""
     gate_dtype: str = "fp32"
     """Of A_log and dt_bias."""
+    both_launches: bool = False
+    """The second time as a plain launch instead of a programmatic dependent, which is compiled apart."""
 
 
 @dataclass(frozen=True)
@@ -331,9 +357,7 @@ def compare(task: tuple[Combination, tuple[Case, ...], tuple[Config, ...], str])
         steps = expected["g"].shape[2] if "g" in expected else expected["snapshots"].shape[1]
         for config in tiles:
             try:
-                problem = _try(world, combination.protocol, steps, inverse, config, expected)
-                if problem and config.implementation == "explicit":
-                    problem += _other_tree(world, combination.protocol, steps, inverse, config, expected)
+                problem = _try(world, combination.protocol, steps, inverse, config, expected, case.both_launches)
             except Exception as error:
                 problem = "".join(traceback.format_exception_only(error))[-300:].strip()
             note(case, tile_name(config), problem)
@@ -346,46 +370,70 @@ def compare(task: tuple[Combination, tuple[Case, ...], tuple[Config, ...], str])
 
 
 def _try(
-    world: World, protocol: str, steps: int, inverse: bool, config: Config, expected: dict[str, torch.Tensor]
+    world: World,
+    protocol: str,
+    steps: int,
+    inverse: bool,
+    config: Config,
+    expected: dict[str, torch.Tensor],
+    both_launches: bool,
 ) -> str:
     world.kept = fresh_kept(world, protocol, steps)
     # The allocator hands the same block out again, so an output row that is not written shows.
     torch.full_like(expected["output"], math.nan)
-    results = written(call_ours(world, inverse, config), world)
+    # As a programmatic dependent, which is how servers launch it on this GPU.
+    results = written(call_ours(world, inverse, config, overlap=DEVICE == "cuda"), world)
     problem = "; ".join(differences(results, expected))
     world.kept = fresh_kept(world, protocol, steps)
-    again = written(call_ours(world, inverse, config), world)
+    again = written(call_ours(world, inverse, config, overlap=DEVICE == "cuda" and not both_launches), world)
     if unstable := "; ".join(differences(again, results)):
         problem += f" AND NOT REPEATABLE: {unstable}"
     return problem
 
 
-def _other_tree(
-    world: World, protocol: str, steps: int, inverse: bool, config: Config, expected: dict[str, torch.Tensor]
-) -> str:
-    """What the bits would be with leaves of another length: says which tree stock has."""
-    original = rv.explicit_layouts
-    verdicts = []
-    for leaf in (2, 4, 8):
-        rv.explicit_layouts = lambda config, _, leaf=leaf: original(config, leaf)  # type: ignore[assignment]
-        try:
-            world.kept = fresh_kept(world, protocol, steps)
-            results = written(call_ours(world, inverse, config), world)
-            verdicts.append(f"leaf {leaf}: {'equal' if not differences(results, expected) else 'differs'}")
-        except Exception as error:
-            verdicts.append(f"leaf {leaf}: {type(error).__name__}")
-        finally:
-            rv.explicit_layouts = original
-    return f" [{', '.join(verdicts)}]"
+def repeat(task: tuple[Combination, int, int, str]) -> list[dict[str, Any]]:
+    """The same call ``times`` times on equal inputs, every result with the bits of stock's; one record a tile."""
+    combination, N, times, sources = task
+    case = Case(f"N{N} T4, {times} times", (4,) * N)
+    records = []
+    try:
+        stock, inverse = load_stock(Path(sources) / combination.release), reciprocal(combination.release)
+        world = make_world(case, combination, N)
+        expected = written(call_stock(stock, world), world)
+        world.kept = fresh_kept(world, combination.protocol, 4)
+        config = rv.choose(combination.protocol, DTYPES[combination.state], N * case.heads[1], world.q.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(times):
+            results = written(call_ours(world, inverse, config, overlap=DEVICE == "cuda"), world)
+            different = [(results[n].view(torch.int16) != expected[n].view(torch.int16)).any() for n in expected]
+            wrong += torch.stack(different).any()
+            for buffer in world.kept[: 4 if combination.protocol == "ring" else 1]:
+                buffer.fill_(math.nan)
+        problem = f"{int(wrong)} of {times} runs with other bits" if int(wrong) else ""
+        tile = tile_name(config)
+    except Exception as error:
+        problem, tile = "".join(traceback.format_exception_only(error))[-300:].strip(), ""
+    records.append({**asdict(combination), "case": case.label, "tile": tile, "problem": problem})
+    return records
 
 
-def equality_tasks(
-    quick: bool, sources: str
-) -> Iterator[tuple[Combination, tuple[Case, ...], tuple[Config, ...], str]]:
-    """What to compare: base shapes against all tiles, the rest against a few."""
-    releases = ("0.5.17", "0.5.23") if quick else ("0.5.17", "0.5.20", "0.5.22", "0.5.23")
-    few = tuple(dict.fromkeys((rv.PORTABLE, *(choice.config for choice in rv.CHOICES), Config("explicit", 64, 4, 4))))
-    base = [Case(f"N{n} T4", (4,) * n) for n in ((1, 3, 64) if quick else (1, 2, 3, 8, 17, 32, 64, 128))]
+Work = tuple[Callable[[Any], list[dict[str, Any]]], tuple[Any, ...]]
+
+
+def head_cases() -> list[Case]:
+    """Ratios 1 to 4 at TP 1 to 8, and one key head; every T from 1 to 8 with every ratio and every TP."""
+    shapes = [(16 // tp, 16 * ratio // tp) for ratio in (1, 2, 3, 4) for tp in (1, 2, 4, 8)] + [(1, 1), (1, 3)]
+    cases = []
+    for number, (H, HV) in enumerate(shapes):
+        # A short one and a long one: the kernel is compiled for up to 4 tokens and for more. The second term moves
+        # the pair on from ratio to ratio.
+        for T in ((number + number // 4) % 4 + 1, (number + number // 4) % 4 + 5):
+            cases.append(Case(f"H{H} HV{HV} N2 T{T}", (T, T), heads=(H, HV)))
+    return cases
+
+
+def equality_tasks(quick: bool, sources: str) -> list[Work]:
+    """What to compare, in pieces of which each compiles a few kernels; the longest first."""
     special = [
         Case("empty segments", (4, 0, 4, 0), padding=(1, 3)),
         Case("padding with tokens", (4, 4, 4), padding=(1,)),
@@ -395,42 +443,58 @@ def equality_tasks(
         Case("state denormal", (4,) * 5, magnitude=1e-39),
         Case("gates bf16", (4,) * 3, gate_dtype="bf16" if DEVICE == "cuda" else "fp16"),
     ]
+    sizes = (1, 3, 64) if quick else (1, 2, 3, 8, 17, 32, 64, 128)
+    base = [Case(f"N{n} T4", (4,) * n, both_launches=True) for n in sizes]
     lengths = [Case(f"N3 T{t}", (t,) * 3) for t in ((2, 6) if quick else (1, 2, 3, 5, 6, 7, 8, 13))]
-    shapes = ((1, 1), (1, 3), (4, 16)) if quick else (
-        *((16 // tp, 16 * ratio // tp) for ratio in (1, 2, 3, 4) for tp in (1, 2, 4, 8)),
-        (1, 1),
-        (1, 3),
-    )  # fmt: skip
-    heads = [Case(f"H{h} HV{hv} T3", (3, 3), heads=(h, hv)) for h, hv in shapes]
-    for release in releases:
-        for protocol in ("ring", "snapshots") if release == "0.5.17" else ("snapshots",):
-            for state in STATES:
-                combination = Combination(release, protocol, state)
-                short = [Case("ring too short", (6, 2, 6), room=-2)] if protocol == "ring" else []
-                half = len(TILES) // 2
-                yield combination, tuple(base), TILES[:half], sources
-                yield combination, tuple(base), TILES[half:], sources
-                yield combination, tuple(special + short), few, sources
-                yield combination, tuple(lengths + heads), few, sources
+    heads = head_cases()[::9] if quick else head_cases()
+    releases = ("0.5.17", "0.5.23") if quick else ("0.5.17", "0.5.23", "0.5.20", "0.5.22")
+    combinations = [
+        Combination(release, protocol, state)
+        for release in releases
+        for protocol in (("ring", "snapshots") if release == "0.5.17" else ("snapshots",))
+        for state in STATES
+    ]
+    tasks: list[Work] = []
+    for one in combinations:
+        tiles = (rv.PORTABLE, *chosen(one.protocol, one.state))
+        for first in range(0, len(heads), 4):
+            tasks.append((compare, (one, tuple(heads[first : first + 4]), tiles, sources)))
+        short = [Case("ring too short", (6, 2, 6), room=-2)] if one.protocol == "ring" else []
+        tasks.append((compare, (one, tuple(special + short), tiles, sources)))
+        tasks.append((compare, (one, tuple(lengths), tiles, sources)))
+        tasks.append((compare, (one, tuple(base), tiles, sources)))
+        if one.release in ("0.5.17", "0.5.23"):
+            others = [tile for tile in SWEEP.get((one.protocol, one.state), ()) if tile not in tiles]
+            few = (Case("N3 T4", (4,) * 3), Case("N64 T4", (4,) * 64), special[0], special[1], special[2])
+            for first in range(0, len(others), 2):
+                tasks.append((compare, (one, few, tuple(others[first : first + 2]), sources)))
+            if not quick:
+                tasks += [(repeat, (one, N, 1000, sources)) for N in (1, 17, 64)]
+    return tasks
+
+
+def _do(work: Work) -> list[dict[str, Any]]:
+    return work[0](work[1])
 
 
 def run_equality(quick: bool, sources: str, out: Path) -> int:
     """The number of records with a problem."""
     started = time.monotonic()
-    tasks = list(equality_tasks(quick, sources))
-    # One process a task at most: compiling is what takes the time.
-    workers = min(len(tasks), max((os.cpu_count() or 2) - 2, 1))
+    tasks = equality_tasks(quick, sources)
+    # Compiling is what takes the time.
+    workers = min(len(tasks), max((os.cpu_count() or 2) - 1, 1))
     records: list[dict[str, Any]] = []
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(compare, task): task for task in tasks}
+        futures = {pool.submit(_do, task): task for task in tasks}
         for future in as_completed(futures):
             try:
                 records += future.result()
             except Exception as error:
-                combination = futures[future][0]
+                combination = futures[future][1][0]
                 records.append({**asdict(combination), "case": "process", "tile": "", "problem": repr(error)[:300]})
     with (out / "equality.jsonl").open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        stamp = machine()
+        file.writelines(json.dumps({**record, **stamp}) + "\n" for record in records)
     bad = [record for record in records if record["problem"]]
     for record in bad[:60]:
         print(
@@ -445,6 +509,12 @@ def run_equality(quick: bool, sources: str, out: Path) -> int:
     print(f"equality: {len(records)} comparisons, {len(bad)} with a problem, {time.monotonic() - started:.0f} s")
     print(f"equal everywhere: {' '.join(clean) or 'none'}", flush=True)
     return len(bad)
+
+
+def machine() -> dict[str, str]:
+    """GPU and versions, for every line of a file."""
+    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else "none"
+    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
 
 
 @dataclass(frozen=True)
@@ -477,8 +547,9 @@ def compiled_sizes() -> dict[str, str]:
     return found
 
 
-def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats: int, tiles: tuple[Config, ...],
-              overlaps: tuple[bool, ...]) -> Iterator[dict[str, Any]]:  # fmt: skip
+def time_cell(
+    protocol: str, state: str, N: int, stocks: dict[str, Any], repeats: int, tiles: tuple[Config, ...]
+) -> Iterator[dict[str, Any]]:
     """One table cell: every variant of one protocol, state type and batch size, interleaved."""
     combination = Combination("", protocol, state)
     case = Case("timing", (4,) * N)
@@ -502,10 +573,8 @@ def time_cell(protocol: str, state: str, N: int, stocks: dict[str, Any], repeats
         if protocol == "snapshots" or release == "0.5.17"
     ]
     for config in tiles:
-        for overlap in overlaps:
-            name = tile_name(config) + ("+pdl" if overlap else "")
-            call = partial(call_ours, inverse=protocol == "snapshots", config=config, overlap=overlap)
-            variants.append(Variant(name, call))
+        call = partial(call_ours, inverse=protocol == "snapshots", config=config, overlap=True)
+        variants.append(Variant(tile_name(config), call))
     ready: list[tuple[Variant, torch.cuda.CUDAGraph, list[float], str]] = []
     seen = compiled_sizes()
     for variant in variants:
@@ -551,16 +620,18 @@ def run_timing(quick: bool, sources: str, out: Path) -> None:
         except Exception as error:
             print(f"stock {release} cannot be timed: {error!r}")
     records: list[dict[str, Any]] = []
-    sizes = (1, 8, 32, 64)
+    sizes = (1, 8, 32, 64) if quick else (1, 2, 4, 8, 16, 32, 64, 128)
+    stamp = {**machine(), "heads": "16:32", "draft_tokens": 4, "seed": 0}
     with (out / "timing.jsonl").open("w") as file:
         for protocol in ("ring", "snapshots"):
             for state in STATES:
                 for N in sizes:
                     try:
-                        overlaps = (False, True) if N == 1 or not quick else (False,)
-                        for record in time_cell(protocol, state, N, stocks, 15 if quick else 30, TILES, overlaps):
+                        # The portable one has stock's speed, measured once; it would be compiled for nothing.
+                        tiles = tuple(dict.fromkeys((*chosen(protocol, state), *SWEEP[protocol, state])))
+                        for record in time_cell(protocol, state, N, stocks, 20 if quick else 50, tiles):
                             records.append(record)
-                            file.write(json.dumps(record) + "\n")
+                            file.write(json.dumps({**record, **stamp}) + "\n")
                         file.flush()
                     except Exception as error:
                         print(f"timing {protocol} {state} N={N}: {error!r}"[:300])
@@ -590,20 +661,196 @@ def _print_table(protocol: str, state: str, sizes: tuple[int, ...], records: lis
     print(end="", flush=True)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _spread_kernel(p_from, p_to, stride_to, COPIES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    o_block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(p_from + o_block)
+    for i in tl.static_range(COPIES):
+        tl.store(p_to + i * stride_to + o_block, value)
+
+
+def bandwidth() -> dict[str, float]:
+    """TB/s of bytes read and written: a copy of 1 GiB on the device, and 128 MiB read and written four times."""
+    source = torch.zeros(1 << 28, device=DEVICE)
+    target = torch.empty_like(source)
+    part = source.numel() // 8
+
+    def spread() -> None:
+        _spread_kernel[(part // 1024,)](source, target, part, COPIES=4, BLOCK=1024, num_warps=2)
+
+    found = {}
+    kinds: dict[str, tuple[Callable[[], Any], int]] = {
+        "copy": (lambda: target.copy_(source), 2 * source.nbytes),
+        "read 1, write 4": (spread, 5 * part * 4),
+    }
+    for name, (call, moved) in kinds.items():
+        times = []
+        for turn in range(13):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for _ in range(10):
+                call()
+            marks[1].record()
+            marks[1].synchronize()
+            if turn >= 3:
+                times.append(marks[0].elapsed_time(marks[1]) / 10)
+        found[name] = moved / statistics.median(times) / 1e9
+    return found
+
+
+def chain_worker(task: tuple[str, str]) -> list[dict[str, Any]]:
+    """All cells of one release: the chain of the 4B shape from the projection to the output, stock and ours."""
+    from tests.gpu import conv_update as front
+
+    release, sources = task
+    records: list[dict[str, Any]] = []
+    chains = front.Chains(Path(sources), release)
+    stock = load_stock(Path(sources) / release)
+    backend = sys.modules[BACKEND_MODULE]
+    copy = getattr(backend, COPY_FUNCTION, None) if Version(release) < Version("0.5.21") else None
+    rates = bandwidth()
+    T, (H, HV) = 4, (16, 32)
+    shape = front.Variant(T, H, HV, interleaved=False, overlapping=True, row_padding=0)
+
+    def ours(world: World, b: Any, stages: str = "conv recurrence") -> dict[str, Any]:
+        results = chains.ours(shape, b) if "conv" in stages else {}
+        if "recurrence" in stages:
+            if results:
+                world = _behind(results, world, b, None)
+            output = rv.recurrent_verify(
+                *world_inputs(world), world.kept, reciprocal_norm=reciprocal(release), overlap=True
+            )
+            results |= written(output, world)
+        return results
+
+    def theirs(world: World, b: Any, copied: bool = True) -> dict[str, Any]:
+        results = chains.stock(shape, b)
+        world = _behind(results, world, b, copy if copied else None)
+        return {**results, **written(call_stock(stock, world, copies=False), world)}
+
+    for protocol in ("ring", "snapshots") if release in RING_RELEASES else ("snapshots",):
+        combination = Combination(release, protocol, "fp32")
+        for N in (1, 8, 32, 64):
+            case = Case("chain", (T,) * N)
+            record = {**asdict(combination), "N": N, "heads": [H, HV], "draft_tokens": T, "seed": N, **machine()}
+            try:
+                pair = []
+                for call in (theirs, ours):
+                    world, b = make_world(case, combination, N), front.buffers(shape, N, N, padded=False)
+                    pair.append({name: x.clone() for name, x in call(world, b).items()})
+                unequal = differences(pair[1], pair[0])
+                record["compared"] = list(pair[0])
+                if unequal:
+                    records.append({**record, "problem": "; ".join(unequal)})
+                    continue
+                del pair
+                layers = [
+                    (make_world(case, combination, seed), front.buffers(shape, N, seed, padded=False))
+                    for seed in range(LAYERS)
+                ]
+                calls: dict[str, Callable[..., Any]] = {"stock": theirs, "ours": ours}
+                if copy is not None:
+                    calls["stock, views"] = partial(theirs, copied=False)
+                calls["our conv"] = partial(ours, stages="conv")
+                calls["our recurrence"] = partial(ours, stages="recurrence")
+                graphs = {name: front.graph_of([partial(call, *one) for one in layers]) for name, call in calls.items()}
+                times = front.time_graphs(graphs)
+                moved = _chain_bytes(*layers[0], protocol)
+                records.append(
+                    {
+                        **record,
+                        "problem": "",
+                        "us_per_layer": {name: [round(x, 2) for x in values] for name, values in times.items()},
+                        "bytes_per_layer": moved,
+                        "tb_per_s": {name: round(x, 3) for name, x in rates.items()},
+                        "share_of_copy_rate": round(moved / times["ours"][1] / 1e6 / rates["copy"], 3),
+                    }
+                )
+                del graphs, layers
+            except Exception as error:
+                records.append({**record, "problem": "".join(traceback.format_exception_only(error))[-300:].strip()})
+            torch.cuda.empty_cache()
+    return records
+
+
+def _behind(results: dict[str, Any], world: World, b: Any, copy: Callable[..., Any] | None) -> World:
+    """The recurrence's inputs behind a conv with these results: views of packed QKV, or copies as stock makes them."""
+    packed, (H, HV) = results["packed"], (world.k.shape[2], world.v.shape[2])
+    D = rv.HEAD_DIM
+    if copy is not None:
+        q, k, v = copy(packed, H, H, HV, D, D, D)
+    else:
+        parts = torch.split(packed, [H * D, H * D, HV * D], dim=1)
+        q, k, v = (x.view(1, packed.shape[0], -1, D) for x in parts)
+    return replace(world, q=q, k=k, v=v, a=results["a"], b=results["b"], slots=b.slots)
+
+
+def world_inputs(world: World) -> rv.Inputs:
+    """The first arguments of the launch."""
+    return rv.Inputs(*(getattr(world, name) for name in rv.Inputs._fields))
+
+
+def _chain_bytes(world: World, b: Any, protocol: str) -> int:
+    """What any implementation moves: projections and states read, all results but packed QKV written."""
+    N = world.starts.shape[0] - 1
+    out = world.v.numel() * world.v.element_size()
+    # The projection's z is written as the output's size; packed QKV stays between the two launches.
+    moved = b.x.numel() * 2 + b.ba.numel() * 2 * 2 + out + out
+    moved += N * (2 * b.state[0].nbytes + b.windows.untyped_storage().nbytes() // b.windows.shape[0])
+    moved += N * world.state[0].nbytes
+    if protocol == "snapshots":
+        return int(moved + world.kept[0].nbytes)
+    return int(moved + sum(N * buffer[0].nbytes for buffer in world.kept))
+
+
+def run_chain(quick: bool, sources: str, out: Path) -> int:
+    """Write ``chain.jsonl`` and print a table; the number of cells with a problem."""
+    started = time.monotonic()
+    records: list[dict[str, Any]] = []
+    for release in ("0.5.17", "0.5.23") if quick else ("0.5.17", "0.5.20", "0.5.22", "0.5.23"):
+        if not (Path(sources) / release).is_dir():
+            print(f"chain {release}: no sources")
+            continue
+        # A process mounts one release.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                records += pool.submit(chain_worker, (release, sources)).result()
+            except Exception as error:
+                records.append({"release": release, "problem": repr(error)[:300]})
+        for one in [one for one in records if one["release"] == release]:
+            title = f"{release} {one.get('protocol', '')} {one.get('state', '')} N={one.get('N', '')}"
+            if one["problem"]:
+                print(f"{title}: PROBLEM {one['problem']}")
+                continue
+            times = one["us_per_layer"].items()
+            cells = "  ".join(f"{name} {middle:.2f} [{low:.2f}-{high:.2f}]" for name, (low, middle, high) in times)
+            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in one["tb_per_s"].items())
+            share = f"{one['share_of_copy_rate']:.0%}"
+            print(f"{title}: {cells}; {one['bytes_per_layer'] / 1e6:.1f} MB, {share} of the copy rate (TB/s: {rates})")
+        print(end="", flush=True)
+    with (out / "chain.jsonl").open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    bad = sum(bool(one["problem"]) for one in records)
+    print(f"chain: {len(records)} cells, {bad} with a problem, {time.monotonic() - started:.0f} s", flush=True)
+    return bad
+
+
 def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", required=True, help="folder of <release>/sglang trees")
     parser.add_argument("--out", required=True, type=Path, help="folder for the JSON lines")
     parser.add_argument("--quick", action="store_true", help="fewer releases, cases and repeats")
-    parser.add_argument("--only", choices=("equality", "timing"))
+    parser.add_argument("--only", choices=("equality", "timing", "chain"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     problems = 0
-    if arguments.only != "timing":
-        problems = run_equality(arguments.quick, arguments.sources, arguments.out)
-    if arguments.only != "equality":
+    if arguments.only in (None, "equality"):
+        problems += run_equality(arguments.quick, arguments.sources, arguments.out)
+    if arguments.only in (None, "timing"):
         run_timing(arguments.quick, arguments.sources, arguments.out)
+    if arguments.only in (None, "chain"):
+        problems += run_chain(arguments.quick, arguments.sources, arguments.out)
     return 1 if problems else 0
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from sglang_gdn_zerocopy.kernels.conv_update import Tile, Unpack, choose_tile, c
 from sglang_gdn_zerocopy.lab.comparison import same_bits
 
 NAN = float("nan")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,12 @@ def test_like_the_reference(name: str) -> None:
             assert same_bits(tensor, expected), result
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(32, 1), Tile(256, 8)])
-def test_any_tile_gives_the_same_bits(tile: Tile) -> None:
-    shape = replace(SHAPES["interleaved"], slots=(1, -1, 2))
+@pytest.mark.parametrize("tile", [Tile(16, 1), Tile(32, 1, swap=True), Tile(256, 8), Tile(256, 8, swap=True)])
+@pytest.mark.parametrize(
+    "name", ["interleaved", "chain", "dense windows", "5 draft tokens", "11 draft tokens", "width 2"]
+)
+def test_any_tile_gives_the_same_bits(tile: Tile, name: str) -> None:
+    shape = replace(SHAPES[name], slots=(1, -1, 2))
     got, want = inputs_of(shape, 2), inputs_of(shape, 2)
     conv_update(**got, tile=tile)
     conv_update(**want, tile=Tile(64, 2))
@@ -184,3 +191,36 @@ def test_what_it_does_not_take_is_refused_before_a_write(change: dict[str, Any],
 
 def test_every_batch_has_a_tile() -> None:
     assert all(choose_tile(n).quads >= 16 for n in (1, 2, 3, 8, 17, 64, 4096))
+
+
+COMPILE = """
+import json
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Target:
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+
+driver.set_active(Target())
+from sglang_gdn_zerocopy.kernels import conv_update as module
+from tests.kernels.test_conv_update import SHAPES, Shape, inputs_of
+
+run = module._conv_update_kernel.run
+compiled = []
+module._conv_update_kernel.run = lambda *args, **kwargs: compiled.append(run(*args, **{**kwargs, "warmup": True}))
+for name in ("chain", "interleaved", "dense windows", "more steps than tokens", "odd row strides"):
+    for _, tile in module._TILES:
+        shape = Shape(**{**vars(SHAPES[name]), "dtype": torch.bfloat16})
+        module.conv_update(**inputs_of(shape, 0), tile=tile)
+print(json.dumps([one.asm["ptx"].count(".target sm_90a") for one in compiled]))
+"""
+
+
+def test_it_compiles_for_sm_90(python: Callable[..., Any]) -> None:
+    """What the interpreter takes, the compiler may not."""
+    done = python(COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
+    assert json.loads(done.stdout) == [1] * 10

@@ -237,8 +237,8 @@ def test_the_table_has_an_answer_for_every_protocol_and_state() -> None:
     for protocol in ("ring", "snapshots"):
         for dtype in (torch.float32, torch.bfloat16):
             rows = [one for one in rv.CHOICES if (one.protocol, one.state_dtype) == (protocol, dtype)]
-            assert [one.max_requests for one in rows] == sorted(one.max_requests for one in rows)
-            assert rows[-1].max_requests >= 65535
+            assert [one.max_heads for one in rows] == sorted(one.max_heads for one in rows)
+            assert rows[-1].max_heads >= 65535 * 64
     assert rv.choose("ring", torch.float32, 1, torch.device("cpu")) == rv.PORTABLE
 
 
@@ -268,7 +268,9 @@ def only_compile(kernel):
 only_compile(rv._recurrent_verify_kernel)
 only_compile(rv._recurrent_verify_explicit_kernel)
 gpu.ACTIVATION = torch.bfloat16
-for choice in rv.CHOICES + tuple(one._replace(config=rv.PORTABLE) for one in rv.CHOICES[::2]):
+kinds = {(one.protocol, one.state_dtype): one._replace(config=rv.PORTABLE) for one in rv.CHOICES}
+two_blocks = rv.CHOICES[0]._replace(config=rv.Config("explicit", 32, 2, blocks=2))
+for choice in (*rv.CHOICES, *kinds.values(), two_blocks):
     state = {torch.float32: "fp32", torch.bfloat16: "bf16"}[choice.state_dtype]
     world = gpu.make_world(gpu.Case("", (4,), heads=(2, 4)), gpu.Combination("", choice.protocol, state), 0)
     gpu.call_ours(world, True, choice.config, overlap=True)
@@ -279,4 +281,4 @@ print(json.dumps([one.asm["ptx"].count(".target sm_90a") for one in compiled]))
 def test_the_table_compiles_for_sm_90(python: Callable[..., Any]) -> None:
     """With the installed Triton: a change of Gluon's interface shows here."""
     done = python(COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
-    assert json.loads(done.stdout) == [1] * (len(rv.CHOICES) + 4)
+    assert json.loads(done.stdout) == [1] * (len(rv.CHOICES) + 5)

@@ -47,7 +47,7 @@ def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
         assert outcome.copies_before == (case.layers if release.copies else 0)
         assert outcome.copies_after == 0
         # Before 0.5.18 stock's model unpacks ratio 3 without a kernel of its own.
-        kernel = case.model and (case.num_v_heads // case.num_k_heads != 3 or Version(version) >= Version("0.5.18"))
+        kernel = case.model and (case.num_v_heads // case.num_k_heads != 3 or Version(version) >= Version("0.5.19"))
         stock = 1 + bool(kernel) + release.copies
         ours = (stock - release.copies) if case.tree else 1
         assert (outcome.launches_before, outcome.launches_after) == (stock * case.layers, ours * case.layers)

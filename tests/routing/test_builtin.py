@@ -26,6 +26,7 @@ SHAPE = CallShape(
     activation_dtype="bfloat16",
     state_dtype="float32",
     bundled_kernels=False,
+    bundled_recurrence=True,
 )
 
 
@@ -60,6 +61,11 @@ def test_the_bundled_kernels_for_chains(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("copy_limit", [8192, 0])
 def test_the_circular_ring_keeps_its_own_verify(copy_limit: int) -> None:
     shape = SHAPE._replace(bundled_kernels=True, protocol=Protocol.CIRCULAR_RING, copy_limit=copy_limit)
+    assert gdn_zerocopy_route(shape).route is Route.FUSED_CONV
+
+
+def test_the_conv_alone() -> None:
+    shape = SHAPE._replace(bundled_kernels=True, bundled_recurrence=False)
     assert gdn_zerocopy_route(shape).route is Route.FUSED_CONV
 
 

@@ -58,7 +58,7 @@ class Call:
         return self.backend.req_to_token_pool.mamba_pool
 
     def adapt(self) -> CallShape | Decision:
-        return Adapter(self.harness.module, self.release, True)(self.backend, (), self.kwargs)
+        return Adapter(self.harness.module, self.release, True, True)(self.backend, (), self.kwargs)
 
     def shape(self) -> CallShape:
         adapted = self.adapt()
@@ -84,6 +84,7 @@ def test_the_shape_of_a_chain(harness: Harness) -> None:
         activation_dtype="float16",
         state_dtype="float32",
         bundled_kernels=True,
+        bundled_recurrence=True,
     )
 
 
@@ -91,7 +92,7 @@ def test_positional_and_keyword_calls_are_the_same(harness: Harness) -> None:
     call = Call(harness, SNAPSHOTS)
     by_name = call.shape()
     args = (call.world.layer, call.batch, call.world.mixed_qkv, call.world.a, call.world.b)
-    adapter = Adapter(harness.module, call.release, True)
+    adapter = Adapter(harness.module, call.release, True, True)
     assert adapter(call.backend, args, {}) == by_name
     assert adapter(call.backend, args[:1], {k: v for k, v in call.kwargs.items() if k != "layer"}) == by_name
 
