@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_gdn_zerocopy.settings import child_environment
+from sglang_gdn_zerocopy.lab.wheels import default_cache
+from sglang_gdn_zerocopy.settings import CACHE, child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
@@ -34,3 +35,12 @@ def test_bits_on_the_device(release: str) -> None:
 def test_the_releases_own_attention_cases() -> None:
     done = run("tests.gpu.attention_kit")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("shadow", ["0", "8"])
+def test_nothing_grows_and_nothing_compiles_late(shadow: str) -> None:
+    cache = CACHE.read() or str(default_cache())
+    done = run("tests.gpu.soak", cache, "--shadow", shadow)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = json.loads(done.stdout)["counts"]
+    assert not [name for name in counts if name.startswith("shadow: ") and name != "shadow: compared with stock"]
