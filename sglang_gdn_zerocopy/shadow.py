@@ -117,7 +117,8 @@ class Shadow:
         mine: dict[str, torch.Tensor] = {}
         try:
             output = ours()
-            mine = {"output": output} | {name: tensor.clone() for name, tensor in handed_out.items()}
+            # The caller may have given the tensor that both ways write their output to.
+            mine = {"output": output.clone()} | {name: tensor.clone() for name, tensor in handed_out.items()}
             mine |= {name: buffer.clone() for name, buffer in buffers.items()}
             mine["state"] = touched.state.index_select(0, slots)
         except Exception as error:

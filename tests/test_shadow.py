@@ -316,3 +316,41 @@ def test_nothing_is_shadowed_nor_read_under_graph_capture(monkeypatch: pytest.Mo
     capturing = False
     monkeypatch.setattr(shadow, "_outstanding", [])
     assert shadow.due(0, torch.device("cuda"))
+
+
+def test_one_output_tensor_for_both_ways_is_still_compared() -> None:
+    """A caller may hand in the tensor that the output goes to."""
+    gave_up: list[str] = []
+    shadow = Shadow(1, "", Ledger(), gave_up.append)
+    output = torch.zeros(1, 2, 1, 4)
+    none: dict[str, torch.Tensor] = {}
+    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
+    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), none, none, none, *indices)
+    answer = shadow.run(0, {}, touched, {}, lambda: output.fill_(1), lambda: output.fill_(2))
+    assert answer is output
+    assert torch.equal(output, torch.full_like(output, 2))
+    assert len(gave_up) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts", "wrong_row", "found"),
+    [
+        ([0, 1], [0, 2, 4], 3, True),
+        ([0, -1], [0, 2, 4], 3, False),
+        ([0, 1], [0, 2, 2], 3, False),
+        ([0, -1], [0, 2, 2], 1, True),
+    ],
+)
+def test_only_rows_that_stock_defines_are_compared(
+    slots: list[int], starts: list[int], wrong_row: int, found: bool
+) -> None:
+    """Two requests of two rows; without a slot, or behind the last request, a row holds what was there before."""
+    gave_up: list[str] = []
+    shadow = Shadow(1, "", Ledger(), gave_up.append)
+    mine = torch.zeros(1, 4, 1, 8)
+    mine[0, wrong_row, 0, 5] = -0.0
+    none: dict[str, torch.Tensor] = {}
+    indices = torch.tensor(slots, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
+    touched = Touched({"rows": torch.zeros(4, 4)}, torch.zeros(2, 1), none, none, none, *indices)
+    shadow.run(0, {}, touched, {}, lambda: mine, lambda: torch.zeros(1, 4, 1, 8))
+    assert bool(gave_up) is found
