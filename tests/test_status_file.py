@@ -134,13 +134,16 @@ def test_a_failed_rename_leaves_no_temporary(tmp_path: Path, monkeypatch: pytest
 
 def test_facts_that_are_counted_meanwhile_do_not_recurse(tmp_path: Path) -> None:
     ledger = Ledger()
+    asked: list[int] = []
 
     def counting() -> dict[str, Any]:
+        asked.append(1)
         ledger.count("facts", f"asked {len(ledger.counts)}")
         return facts()
 
     ledger.reporter = StatusFile(str(tmp_path), counting)
     ledger.count("stage", "reason")
+    assert len(asked) == 1
     assert read(tmp_path)["state"] == "installed"
 
 
