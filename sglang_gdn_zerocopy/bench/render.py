@@ -368,6 +368,8 @@ th { color: var(--muted); font-weight: 500; overflow-wrap: normal; }
 th.n, td.n { text-align: right; white-space: nowrap; }
 .n + :not(.n) { padding-left: 1rem; }
 th:last-child, td:last-child { padding-right: 0; }
+/* The last column holds the long texts. */
+td.n:last-child { white-space: normal; }
 td:first-child { white-space: nowrap; }
 .faster { color: var(--faster); font-weight: 600; }
 .slower { color: var(--slower); font-weight: 600; }
