@@ -121,6 +121,15 @@ def test_the_first_signal_interrupts_and_later_ones_do_not_break_the_cleanup(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     log = tmp_path / "log"
+    # Under nohup the tests inherit an ignored SIGHUP, and what is ignored stays ignored.
+    outside = signal.signal(number, signal.default_int_handler)
+    try:
+        _interrupted_twice(log, number)
+    finally:
+        signal.signal(number, outside)
+
+
+def _interrupted_twice(log: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Supervisor(grace_s=0.5) as supervisor:
         start_python(supervisor, log, STUBBORN + "time.sleep(600)")
