@@ -21,7 +21,7 @@ import torch
 
 from sglang_gdn_zerocopy.kernels.conv_update import Unpack, conv_update
 from sglang_gdn_zerocopy.kernels.packed_views import packed_views
-from sglang_gdn_zerocopy.kernels.recurrent_verify import FoldRing, Inputs, Snapshots, recurrent_verify
+from sglang_gdn_zerocopy.kernels.recurrent_verify import Inputs, kept_as, recurrent_verify
 from sglang_gdn_zerocopy.ledger import Ledger
 from sglang_gdn_zerocopy.records import CallShape, Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
@@ -128,7 +128,7 @@ class Overlay:
 
     def patches(self) -> list[patching.Patch]:
         """What to put on the backend's module: the forward, and what it calls that a route replaces."""
-        patches = [patching.Patch(getattr(self._module, BACKEND_CLASS), FORWARD, self.forward_extend)]
+        patches = [patching.Patch(self._backend_class, FORWARD, self.forward_extend)]
         if self._release.copies:
             patches.append(patching.Patch(self._module, COPY_FUNCTION, self.copy))
         if self.bundled_kernels:
@@ -334,8 +334,7 @@ class Overlay:
         self, plan: _Plan, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         call = adapter.read_recurrence_call(args, kwargs)
-        kept = Snapshots(*call.kept) if len(call.kept) == len(Snapshots._fields) else FoldRing(*call.kept)
-        inputs = Inputs(*call.inputs)
+        inputs, kept = Inputs(*call.inputs), kept_as(call.kept)
         reciprocal = self._release.reciprocal_norm
         shape = recurrence_shape(plan.shape.draft_tokens, inputs, kept, reciprocal)
         stock_call = adapter.stock_recurrence_with(stock)

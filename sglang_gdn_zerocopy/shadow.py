@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sglang_gdn_zerocopy.bits import as_integers
 from sglang_gdn_zerocopy.ledger import Ledger
 
 # Shadowed calls whose comparison may be outstanding; each keeps its data until it was read.
 _OUTSTANDING = 2
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Touched(NamedTuple):
@@ -62,12 +62,6 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, or where its elements share memory the stretch of memory that they lie in, each cell once."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.as_strided((span,), (1,)) if 0 < span < tensor.numel() else tensor
-
-
-def _unequal(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where the bits of two tensors of one shape differ."""
-    as_integer = _INTEGER_OF_SIZE[left.element_size()]
-    return left.view(as_integer) != right.view(as_integer)
 
 
 class Shadow:
@@ -158,7 +152,7 @@ class Shadow:
             if left.shape != right.shape or left.dtype != right.dtype:
                 flags.append(torch.ones((), dtype=torch.bool, device=has_slot.device))
                 continue
-            unequal = _unequal(left, right)
+            unequal = as_integers(left) != as_integers(right)
             if name == "output":
                 # Neither way defines the rows of a request without slot, nor those behind the last request.
                 rows = unequal.numel() // (left.shape[-1] * left.shape[-2])

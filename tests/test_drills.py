@@ -26,8 +26,8 @@ import torch
 
 import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
-from sglang_gdn_zerocopy.lab.comparison import same_bits
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.status_file import StatusFile

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
-from sglang_gdn_zerocopy.lab.comparison import compare, same_bits
+from sglang_gdn_zerocopy.lab.comparison import compare
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Protocol

@@ -13,9 +13,9 @@ import torch
 
 import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import forward
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
 from sglang_gdn_zerocopy.lab.cases import Case
-from sglang_gdn_zerocopy.lab.comparison import same_bits
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Decision, Protocol, Route

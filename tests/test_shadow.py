@@ -13,10 +13,11 @@ import torch
 
 import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels.conv_update import conv_update
 from sglang_gdn_zerocopy.kernels.recurrent_verify import recurrent_verify
 from sglang_gdn_zerocopy.lab.cases import Case
-from sglang_gdn_zerocopy.lab.comparison import poisoned_memory, same_bits
+from sglang_gdn_zerocopy.lab.comparison import poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.ledger import Ledger
 from sglang_gdn_zerocopy.records import Protocol

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_gdn_zerocopy.kernels.dependent_launch import starts_early
+
 _QUAD = 4
 
 
@@ -377,13 +379,6 @@ def _words(tensor: torch.Tensor, *strides: int) -> bool:
     return tensor.element_size() == 2 and tensor.data_ptr() % 8 == 0 and all(stride % _QUAD == 0 for stride in strides)
 
 
-def _pdl(device: torch.device) -> bool:
-    """Whether the GPU starts a kernel while the one before it ends (compute capability 9.0 and up, CUDA)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def conv_update(
     x: torch.Tensor,
     draft_tokens: int,
@@ -444,7 +439,7 @@ def conv_update(
     if unpack is not None:
         blocks += triton.cdiv(num_v_heads * head_v_dim // _QUAD, tile.quads)
     outputs = [packed] if unpack is None else [packed, unpack.z]
-    pdl = _pdl(x.device)
+    pdl = starts_early(x.device)
     _conv_update_kernel[(num_requests, blocks)](
         x,
         unpack.ba if unpack else x,

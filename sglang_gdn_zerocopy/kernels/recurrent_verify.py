@@ -15,6 +15,7 @@ Per token, in fp32 (``scale`` is K ** -0.5, ``n`` the l2norm over K)::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -72,6 +73,11 @@ class Snapshots(NamedTuple):
     """[rows, steps, HV, V, K], the state pool's type; written at [rows[n], token]. Its first two strides are free."""
     rows: torch.Tensor
     """[N], int32 or int64: the row of each request; below 0 nothing is kept."""
+
+
+def kept_as(tensors: Sequence[torch.Tensor]) -> FoldRing | Snapshots:
+    """The buffers of a call in order, as the record of their protocol."""
+    return Snapshots(*tensors) if len(tensors) == len(Snapshots._fields) else FoldRing(*tensors)
 
 
 @dataclass(frozen=True)

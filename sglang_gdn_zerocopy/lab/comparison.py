@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import sglang_gdn_zerocopy as overlay
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.results import CaseResult
@@ -17,21 +18,12 @@ from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Route
 
 _ROUTES = {route.value for route in Route}
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Columns of the table: a result's name and the tensors of the world that make it up.
 _COLUMNS = {
     "windows": ("windows",),
     "conv state": ("conv_state",),
     "inputs": ("mixed_qkv", "gates", "next_token", "next_sibling", "parent_token", "query_start_loc", "slots"),
 }
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality of two tensors' bits, so that NaN equals itself and 0.0 differs from -0.0."""
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    as_integer = _INTEGER_OF_SIZE[left.element_size()]
-    return torch.equal(left.contiguous().view(as_integer), right.contiguous().view(as_integer))
 
 
 @contextmanager

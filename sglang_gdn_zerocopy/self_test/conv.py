@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, Unpack, choose_tile, conv_update
-from sglang_gdn_zerocopy.self_test.memo import first_difference
-
-# Requests of the synthetic batch; the middle one is a padded row.
-_SLOTS = (1, -1, 0)
+from sglang_gdn_zerocopy.self_test.memo import SLOTS, first_difference
 
 
 class ConvShape(NamedTuple):
@@ -96,10 +93,10 @@ def conv_difference(
     ``conv_update`` takes up to the window rows and returns packed QKV; ``stock_unpack`` is the model's own.
     """
     stock, mine = (_run(shape, ours, stock_conv, stock_unpack) for ours in (False, True))
-    live = [request for request, slot in enumerate(_SLOTS) if slot >= 0]
+    live = [request for request, slot in enumerate(SLOTS) if slot >= 0]
     # Stock leaves the rows of a request without slot unwritten as well.
     for results in (stock, mine):
-        results["packed QKV"] = results["packed QKV"].view(len(_SLOTS), -1)[live]
+        results["packed QKV"] = results["packed QKV"].view(len(SLOTS), -1)[live]
     return first_difference(stock, mine)
 
 
@@ -110,7 +107,7 @@ def _run(
     stock_unpack: Callable[..., Any] | None,
 ) -> dict[str, torch.Tensor]:
     generator = torch.Generator(shape.device).manual_seed(0)
-    requests, rows = len(_SLOTS), len(_SLOTS) * shape.draft_tokens
+    requests, rows = len(SLOTS), len(SLOTS) * shape.draft_tokens
 
     def strided(size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty_strided(size, stride, dtype=shape.x_dtype, device=shape.device)
@@ -126,7 +123,7 @@ def _run(
     windows = torch.empty_strided(
         (requests, *shape.windows_shape), shape.windows_stride, dtype=shape.x_dtype, device=shape.device
     ).fill_(float("nan"))
-    slots = torch.tensor(_SLOTS, dtype=torch.int32, device=shape.device)
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=shape.device)
     window_rows = torch.arange(requests, dtype=torch.int32, device=shape.device)
     results = {"conv state": state, "conv windows": windows}
     if shape.heads is not None and stock_unpack is not None:

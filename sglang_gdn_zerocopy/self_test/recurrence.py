@@ -7,18 +7,17 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_gdn_zerocopy.kernels.dependent_launch import starts_early
 from sglang_gdn_zerocopy.kernels.recurrent_verify import (
     Config,
     FoldRing,
     Inputs,
     Snapshots,
     choose,
+    kept_as,
     recurrent_verify,
 )
-from sglang_gdn_zerocopy.self_test.memo import first_difference
-
-# Requests of the synthetic batch; the middle one has no slot and starts from zero.
-_SLOTS = (1, -1, 0)
+from sglang_gdn_zerocopy.self_test.memo import SLOTS, first_difference
 
 
 class Layout(NamedTuple):
@@ -83,20 +82,13 @@ def _recurrence_shape(
         inputs=tuple(_layout(tensor) for tensor in inputs),
         kept=tuple(_layout(tensor) for tensor in kept),
         reciprocal_norm=reciprocal_norm,
-        overlap=_starts_early(device),
+        overlap=starts_early(device),
         device=device,
     )
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
     return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _starts_early(device: torch.device) -> bool:
-    """Whether the GPU starts a kernel while the one before it ends (compute capability 9.0 and up, CUDA)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Tensor]) -> str:
@@ -108,7 +100,7 @@ def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Ten
     results = []
     for ours in (False, True):
         inputs, kept = _tensors(shape)
-        buffers = Snapshots(*kept) if len(kept) == len(Snapshots._fields) else FoldRing(*kept)
+        buffers = kept_as(kept)
         if ours:
             output = recurrent_verify(
                 *inputs, buffers, reciprocal_norm=shape.reciprocal_norm, overlap=shape.overlap, config=shape.config
@@ -124,7 +116,7 @@ def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Ten
 def _tensors(shape: RecurrenceShape) -> tuple[Inputs, list[torch.Tensor]]:
     """Random inputs and NaN-filled buffers for three requests, equal at every call."""
     make = torch.Generator(shape.device).manual_seed(0)
-    requests, rows = len(_SLOTS), len(_SLOTS) * shape.draft_tokens
+    requests, rows = len(SLOTS), len(SLOTS) * shape.draft_tokens
 
     def strided(layout: Layout, size: tuple[int, ...]) -> torch.Tensor:
         values = torch.randn(size, generator=make, device=shape.device)
@@ -138,7 +130,7 @@ def _tensors(shape: RecurrenceShape) -> tuple[Inputs, list[torch.Tensor]]:
     inputs += [strided(part, (*part.shape[:-2], rows, part.shape[-1])) for part in (a, b)]
     inputs += [strided(part, part.shape) for part in (a_log, dt_bias)]
     inputs.append(strided(state, (requests, *state.shape[1:])))
-    inputs.append(integers(slots, _SLOTS))
+    inputs.append(integers(slots, SLOTS))
     inputs.append(integers(starts, range(0, rows + 1, shape.draft_tokens)))
     kept = []
     for part in shape.kept:

@@ -46,10 +46,9 @@ def is_target_verify(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 class ConvCall(NamedTuple):
     """What one call of stock's conv works on, see :func:`sglang_gdn_zerocopy.kernels.conv_update.conv_update`.
 
-    ``x`` [N, D, T] as stock passes it, a transposed view of packed rows; ``rows`` the same as [N * T, D].
+    ``rows`` [N * T, D]: the packed rows that stock passes as a transposed view.
     """
 
-    x: torch.Tensor
     rows: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -76,7 +75,6 @@ def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvCall
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or x.dim() != 3:
         raise ValueError("stock's conv was called without one of its tensors")
     return ConvCall(
-        x=x,
         rows=x.transpose(1, 2).view(-1, x.shape[1]),
         weight=weight,
         bias=known.get("bias"),
@@ -288,8 +286,7 @@ class Adapter:
         """
         if not self._known_kwargs.issuperset(kwargs):
             return _not_ours(f"unknown argument {', '.join(sorted(kwargs.keys() - self._known_kwargs))}")
-        layer = args[0] if args else kwargs[FORWARD_ARGUMENTS[0]]
-        batch, mixed_qkv = batch_of(args, kwargs), packed_of(args, kwargs)
+        layer, batch, mixed_qkv = layer_in(args, kwargs), batch_of(args, kwargs), packed_of(args, kwargs)
         if not isinstance(mixed_qkv, torch.Tensor) or mixed_qkv.dim() != 2:
             return _not_ours("mixed_qkv is not one tensor of shape [rows, qkv_dim]")
         rows, qkv_dim = mixed_qkv.shape

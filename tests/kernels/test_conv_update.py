@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, Unpack, choose_tile, conv_update, conv_update_ref
-from sglang_gdn_zerocopy.lab.comparison import same_bits
+from tests.kernels.sm90 import TARGET
 
 NAN = float("nan")
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,19 +194,9 @@ def test_every_batch_has_a_tile() -> None:
     assert all(choose_tile(n).quads >= 16 for n in (1, 2, 3, 8, 17, 64, 4096))
 
 
-COMPILE = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Target:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Target())
+COMPILE = (
+    TARGET
+    + """
 from sglang_gdn_zerocopy.kernels import conv_update as module
 from tests.kernels.test_conv_update import SHAPES, Shape, inputs_of
 
@@ -218,6 +209,7 @@ for name in ("chain", "interleaved", "dense windows", "more steps than tokens", 
         module.conv_update(**inputs_of(shape, 0), tile=tile)
 print(json.dumps([one.asm["ptx"].count(".target sm_90a") for one in compiled]))
 """
+)
 
 
 def test_it_compiles_for_sm_90(python: Callable[..., Any]) -> None:

@@ -28,6 +28,7 @@ from tests.gpu.recurrent_verify import (
     reciprocal,
     written,
 )
+from tests.kernels.sm90 import TARGET
 
 ROOT = Path(__file__).resolve().parents[2]
 Stock = Callable[[str], Callable[..., torch.Tensor]]
@@ -243,19 +244,9 @@ def test_the_table_has_an_answer_for_every_protocol_and_state() -> None:
 
 
 # No GPU is needed to compile: a driver that only names the target, and launches that stop after compiling.
-COMPILE = """
-import json
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-class Target:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-    def get_active_torch_device(self): return torch.device("cpu")
-
-driver.set_active(Target())
+COMPILE = (
+    TARGET
+    + """
 from sglang_gdn_zerocopy.kernels import recurrent_verify as rv
 from tests.gpu import recurrent_verify as gpu
 
@@ -276,6 +267,7 @@ for choice in (*rv.CHOICES, *kinds.values(), two_blocks):
     gpu.call_ours(world, True, choice.config, overlap=True)
 print(json.dumps([one.asm["ptx"].count(".target sm_90a") for one in compiled]))
 """
+)
 
 
 def test_the_table_compiles_for_sm_90(python: Callable[..., Any]) -> None:

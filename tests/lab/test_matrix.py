@@ -10,8 +10,8 @@ import pytest
 import torch
 from packaging.version import Version
 
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import CASES, cases_for, on_gpu
-from sglang_gdn_zerocopy.lab.comparison import same_bits
 from sglang_gdn_zerocopy.lab.matrix import ReleaseRun, judge, run_release
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.lab.world import build_world
