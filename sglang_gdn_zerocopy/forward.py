@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,8 +73,7 @@ class _LayerCall:
     put_off: PutOff | None = None
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What was decided for the backend's forward that is running."""
 
     shape: CallShape

@@ -1,6 +1,7 @@
 """Fixtures: stock releases as unpacked wheels, and one of them mounted in this process.
 
-The kernels of a mounted release run in the Triton interpreter, so that the real ones are tested without a GPU.
+The kernels of a mounted release run in the Triton interpreter, so that the real ones are tested without a GPU. With
+GDN_ZEROCOPY_TEST_DEVICE=cuda those of the drills, of shadow mode and of the fused route run on the device instead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 # Triton reads it when it is imported, so it must be set before any test imports torch or triton.
-os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu")
+os.environ["TRITON_INTERPRET"] = "1" if DEVICE == "cpu" else "0"
 os.environ.pop("SGLANG_GDN_ZEROCOPY", None)
 
 from sglang_gdn_zerocopy.lab import wheels

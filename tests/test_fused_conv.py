@@ -15,7 +15,7 @@ import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
-from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.cases import Case, on_gpu
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Decision, Protocol, Route
@@ -23,6 +23,7 @@ from sglang_gdn_zerocopy.self_test import conv as conv_test
 from sglang_gdn_zerocopy.self_test.memo import SelfTest
 from sglang_gdn_zerocopy.upstream import adapter
 from sglang_gdn_zerocopy.upstream.releases import MODELS, PATH
+from tests.conftest import DEVICE
 
 LAYER = Case("layer", model="qwen3_5", num_v_heads=2, draft_tokens=2, slots=(1, 3))
 NEXT = Case("next", model="qwen3_next", protocol=Protocol.FOLD_RING, ring_steps=4, draft_tokens=2, slots=(2,))
@@ -30,7 +31,8 @@ PACKED = Case("packed", num_v_heads=1, draft_tokens=2, slots=(1, 3))
 
 
 def world_of(case: Case, seed: int = 3) -> World:
-    return build_world(case, seed, "cpu", low_parts=False)
+    on_device = case if DEVICE == "cpu" else on_gpu(case)[0]
+    return build_world(on_device, seed, DEVICE, low_parts=False)
 
 
 def counts() -> dict[tuple[str, str], int]:
@@ -145,15 +147,15 @@ def test_nothing_is_compared_inside_graph_capture(monkeypatch: pytest.MonkeyPatc
     x = torch.empty(4, 512)
     shape = conv_test.conv_shape(2, 2, x, torch.empty(512, 4), None, True, x, x, None)
     test = SelfTest(Ledger(), enabled=True)
-    on_gpu = shape._replace(device=torch.device("cuda"))
-    assert not test.passed(on_gpu, compare)
+    asked = shape._replace(device=torch.device("cuda"))
+    assert not test.passed(asked, compare)
     assert compared == []
     # Not remembered as a failure: the next eager call compares.
     capturing = False
-    assert test.passed(on_gpu, compare)
-    assert test.passed(on_gpu, compare)
+    assert test.passed(asked, compare)
+    assert test.passed(asked, compare)
     assert len(compared) == 1
-    assert test.passed(on_gpu._replace(tile=Tile(64, 2)), compare)
+    assert test.passed(asked._replace(tile=Tile(64, 2)), compare)
     assert len(compared) == 2
 
 

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.gpu
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """A child without the interpreter that the other tests run their kernels in."""
-    environment = child_environment(TRITON_INTERPRET="0", SGLANG_GDN_ZEROCOPY="1")
+    environment = child_environment(TRITON_INTERPRET="0", SGLANG_GDN_ZEROCOPY="1", **changes)
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
 
@@ -44,3 +44,10 @@ def test_nothing_grows_and_nothing_compiles_late(shadow: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     counts = json.loads(done.stdout)["counts"]
     assert not [name for name in counts if name.startswith("shadow: ") and name != "shadow: compared with stock"]
+
+
+def test_the_drills_on_the_device() -> None:
+    """Launches wait for the one before, so that what shadow mode found is known after each call."""
+    files = ("tests/test_drills.py", "tests/test_shadow.py", "tests/test_fused_conv.py")
+    done = run("pytest", "-q", *files, GDN_ZEROCOPY_TEST_DEVICE="cuda", CUDA_LAUNCH_BLOCKING="1")
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,39 @@
+"""A route policy that decides nothing and makes the bundled recurrence wrong: what shadow mode is there to find.
+
+Loaded through its entry point in a server that runs `tests.gpu.live_server`'s drill, never by the package. The
+self-test keeps the right kernel; from the given launch on one element of every output is one bit off.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from sglang_gdn_zerocopy import forward, hookimpl
+from sglang_gdn_zerocopy.records import CallShape
+
+FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
+
+
+class _Wrong:
+    def __init__(self, right: Any, first: int) -> None:
+        self._right = right
+        self._first = first
+        self._launches = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        output: torch.Tensor = self._right(*args, **kwargs)
+        self._launches += 1
+        if self._launches >= self._first:
+            output.view(torch.int16).view(-1)[:1] ^= 1
+        return output
+
+
+@hookimpl
+def gdn_zerocopy_route(shape: CallShape) -> None:
+    """No opinion."""
+
+
+vars(forward)["recurrent_verify"] = _Wrong(vars(forward)["recurrent_verify"], int(os.environ[FIRST_WRONG]))
