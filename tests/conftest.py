@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 # Triton reads it when it is imported, so it must be set before any test imports torch or triton.
-DEVICE = os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu")
-os.environ["TRITON_INTERPRET"] = "1" if DEVICE == "cpu" else "0"
+os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu") == "cpu" else "0"
 os.environ.pop("SGLANG_GDN_ZEROCOPY", None)
 
 from sglang_gdn_zerocopy.lab import wheels
@@ -25,6 +24,7 @@ from sglang_gdn_zerocopy.lab.loader import mount
 from sglang_gdn_zerocopy.settings import CACHE
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVICE = os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu")
 # Has all that a release with a copy can have, and is what the H200 figures are about.
 MOUNTED = "0.5.17"
 
