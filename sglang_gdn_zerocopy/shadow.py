@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,10 +93,12 @@ class Shadow:
         handed_out: Mapping[str, torch.Tensor],
         ours: Callable[[], Any],
         stock: Callable[[], Any],
+        left_alone: Callable[[], Collection[str]] = tuple,
     ) -> Any:
         """Both ways on the same data; returns stock's answer, or ours where there is no memory for a comparison.
 
         ``handed_out``: results that both write beside the returned one. ``facts`` go into the reproducer.
+        ``left_alone``, asked after ``ours``: buffers that ours may leave to the commit; those must be as they were.
         """
         slots = touched.slots.clamp(min=0).long()
         buffers = {n: _memory(t) for n, t in (touched.inputs | touched.kept | touched.results).items()}
@@ -108,12 +110,14 @@ class Shadow:
             self._ledger.count("shadow", f"not compared: {type(error).__name__}")
             return ours()
         failure: Exception | None = None
+        unwritten: set[str] = set()
         mine: dict[str, torch.Tensor] = {}
         try:
             output = ours()
             # The caller may have given the tensor that both ways write their output to.
             mine = {"output": output.clone()} | {name: tensor.clone() for name, tensor in handed_out.items()}
             mine |= {name: buffer.clone() for name, buffer in buffers.items()}
+            unwritten = set(left_alone())
             mine["state"] = touched.state.index_select(0, slots)
         except Exception as error:
             failure = error
@@ -125,7 +129,7 @@ class Shadow:
         if failure is not None:
             self._ledger.count("shadow", f"not compared: {type(failure).__name__}")
             return answer
-        theirs = {"output": answer, **handed_out, **buffers}
+        theirs = {"output": answer, **handed_out, **buffers} | {name: before[name] for name in unwritten}
         try:
             theirs["state"] = touched.state.index_select(0, slots)
             flags = self._compare(touched, mine, theirs)

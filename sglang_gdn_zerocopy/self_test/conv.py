@@ -100,12 +100,22 @@ def conv_difference(
     return first_difference(stock, mine)
 
 
-def _run(
-    shape: ConvShape,
-    ours: bool,
-    stock_conv: Callable[..., torch.Tensor],
-    stock_unpack: Callable[..., Any] | None,
-) -> dict[str, torch.Tensor]:
+class ConvInputs(NamedTuple):
+    """The tensors of a synthetic conv launch; ``heads`` are the arguments of the unpack behind its two tensors."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    state: torch.Tensor
+    slots: torch.Tensor
+    windows: torch.Tensor
+    window_rows: torch.Tensor
+    unpack: Unpack | None
+    heads: tuple[int, int, int, int]
+
+
+def conv_inputs(shape: ConvShape, with_unpack: bool) -> ConvInputs:
+    """Random inputs and NaN-filled buffers for three requests, equal at every call."""
     generator = torch.Generator(shape.device).manual_seed(0)
     requests, rows = len(SLOTS), len(SLOTS) * shape.draft_tokens
 
@@ -116,6 +126,9 @@ def _run(
     def normal(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(size, generator=generator, device=shape.device).to(dtype)
 
+    def poison(size: tuple[int, ...]) -> torch.Tensor:
+        return torch.full(size, float("nan"), dtype=shape.x_dtype, device=shape.device)
+
     x = strided((rows, shape.x_width), (shape.x_stride, 1))
     weight = normal(shape.weight, shape.weight_dtype)
     bias = normal(shape.weight[:1], shape.weight_dtype) if shape.has_bias else None
@@ -123,45 +136,43 @@ def _run(
     windows = torch.empty_strided(
         (requests, *shape.windows_shape), shape.windows_stride, dtype=shape.x_dtype, device=shape.device
     ).fill_(float("nan"))
-    slots = torch.tensor(SLOTS, dtype=torch.int32, device=shape.device)
-    window_rows = torch.arange(requests, dtype=torch.int32, device=shape.device)
-    results = {"conv state": state, "conv windows": windows}
-    if shape.heads is not None and stock_unpack is not None:
-        num_k_heads, num_v_heads, head_k_dim, head_v_dim, interleaved = shape.heads
+    unpack, heads = None, (0, 0, 0, 0)
+    if shape.heads is not None and with_unpack:
+        *sizes, interleaved = shape.heads
+        num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads = tuple(sizes)
         ba = strided((rows, 2 * num_v_heads), (shape.ba_stride, 1))
+        z, b, a = poison((rows, num_v_heads, head_v_dim)), poison((rows, num_v_heads)), poison((rows, num_v_heads))
+        unpack = Unpack(ba, z, b, a, interleaved, num_k_heads, head_k_dim)
+    return ConvInputs(
+        x=x,
+        weight=weight,
+        bias=bias,
+        state=state,
+        slots=torch.tensor(SLOTS, dtype=torch.int32, device=shape.device),
+        windows=windows,
+        window_rows=torch.arange(requests, dtype=torch.int32, device=shape.device),
+        unpack=unpack,
+        heads=heads,
+    )
+
+
+def _run(
+    shape: ConvShape,
+    ours: bool,
+    stock_conv: Callable[..., torch.Tensor],
+    stock_unpack: Callable[..., Any] | None,
+) -> dict[str, torch.Tensor]:
+    x, weight, bias, state, slots, windows, window_rows, unpack, heads = conv_inputs(shape, stock_unpack is not None)
+    results = {"conv state": state, "conv windows": windows}
+    buffers = (weight, bias, shape.silu, state, slots, windows, window_rows)
     if not ours:
         mixed = x
-        if shape.heads is not None and stock_unpack is not None:
-            mixed, *rest = stock_unpack(x, ba, num_k_heads, num_v_heads, head_k_dim, head_v_dim)
+        if unpack is not None and stock_unpack is not None:
+            mixed, *rest = stock_unpack(x, unpack.ba, *heads)
             results |= dict(zip(("z", "b", "a"), rest, strict=True))
-        packed = stock_conv(mixed, shape.draft_tokens, weight, bias, shape.silu, state, slots, windows, window_rows)
-        return results | {"packed QKV": packed}
-    unpack = None
-    if shape.heads is not None:
-        heads = (rows, num_v_heads)
-        unpack = Unpack(
-            ba=ba,
-            z=torch.full((*heads, head_v_dim), float("nan"), dtype=shape.x_dtype, device=shape.device),
-            b=torch.full(heads, float("nan"), dtype=shape.x_dtype, device=shape.device),
-            a=torch.full(heads, float("nan"), dtype=shape.x_dtype, device=shape.device),
-            interleaved=interleaved,
-            num_k_heads=num_k_heads,
-            head_k_dim=head_k_dim,
-        )
+        return results | {"packed QKV": stock_conv(mixed, shape.draft_tokens, *buffers)}
+    if unpack is not None:
         results |= {"z": unpack.z, "b": unpack.b, "a": unpack.a}
-    packed = torch.full((rows, shape.weight[0]), float("nan"), dtype=shape.x_dtype, device=shape.device)
-    conv_update(
-        x,
-        shape.draft_tokens,
-        weight,
-        bias,
-        shape.silu,
-        state,
-        slots,
-        windows,
-        window_rows,
-        packed,
-        unpack,
-        tile=shape.tile,
-    )
+    packed = torch.full((x.shape[0], shape.weight[0]), float("nan"), dtype=shape.x_dtype, device=shape.device)
+    conv_update(x, shape.draft_tokens, *buffers, packed, unpack, tile=shape.tile)
     return results | {"packed QKV": packed}

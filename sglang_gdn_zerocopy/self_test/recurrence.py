@@ -99,7 +99,7 @@ def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Ten
     """
     results = []
     for ours in (False, True):
-        inputs, kept = _tensors(shape)
+        inputs, kept = recurrence_inputs(shape)
         buffers = kept_as(kept)
         if ours:
             output = recurrent_verify(
@@ -113,7 +113,7 @@ def recurrence_difference(shape: RecurrenceShape, stock: Callable[..., torch.Ten
     return first_difference(*results)
 
 
-def _tensors(shape: RecurrenceShape) -> tuple[Inputs, list[torch.Tensor]]:
+def recurrence_inputs(shape: RecurrenceShape) -> tuple[Inputs, list[torch.Tensor]]:
     """Random inputs and NaN-filled buffers for three requests, equal at every call."""
     make = torch.Generator(shape.device).manual_seed(0)
     requests, rows = len(SLOTS), len(SLOTS) * shape.draft_tokens

@@ -173,6 +173,10 @@ def packed_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[2] if len(args) > 2 else kwargs[FORWARD_ARGUMENTS[2]]
 
 
+CONV_STATES = frozenset({"conv[0]"})
+"""The conv state among the names of :class:`VerifyBuffers`."""
+
+
 class VerifyBuffers(NamedTuple):
     """The tensors behind one target-verify call of a layer, see :class:`sglang_gdn_zerocopy.shadow.Touched`."""
 

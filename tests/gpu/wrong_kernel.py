@@ -36,4 +36,5 @@ def gdn_zerocopy_route(shape: CallShape) -> None:
     """No opinion."""
 
 
-vars(forward)["recurrent_verify"] = _Wrong(vars(forward)["recurrent_verify"], int(os.environ[FIRST_WRONG]))
+for kernel in ("recurrent_verify", "conv_verify"):
+    vars(forward)[kernel] = _Wrong(vars(forward)[kernel], int(os.environ[FIRST_WRONG]))

@@ -1,0 +1,222 @@
+"""Conv and recurrence in one launch on the real stock 0.5.17 models, backend and kernels, in the Triton interpreter.
+
+Without a GPU the table of choices never says so; here it is made to, with the portable implementation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sglang_gdn_zerocopy
+from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy.bits import same_bits
+from sglang_gdn_zerocopy.kernels import conv_verify as kernel
+from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE
+from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.harness import Harness
+from sglang_gdn_zerocopy.records import Protocol
+from sglang_gdn_zerocopy.self_test import one_launch as self_test
+from tests.test_fused_conv import LAYER, NEXT, PACKED, Twin, counts, declined, world_of
+
+RING = Case("ring", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2, slots=(1, 3))
+PADDED = Case("padded", model="qwen3_5", num_v_heads=1, draft_tokens=2, slots=(2, -1), live=1)
+CASES = pytest.mark.parametrize("case", [LAYER, NEXT, PACKED, RING, PADDED], ids=lambda case: case.name)
+RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
+TOGETHER = ("recurrence", "bundled, with the conv in one launch")
+
+pytestmark = pytest.mark.usefixtures("chosen", "switched_on")
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "choose", lambda *args: PORTABLE)
+
+
+def assert_as_stock(twin: Twin, conv_state: bool) -> None:
+    """Every result has stock's bits; the conv state too, or it is as it was before."""
+    sglang_gdn_zerocopy.deactivate()
+    stock, fresh = world_of(twin.case), world_of(twin.case)
+    assert same_bits(twin.output, twin.harness.verify(stock))
+    for name, tensor in stock.tensors.items():
+        expected = fresh.tensors[name] if name == "conv_state" and not conv_state else tensor
+        assert same_bits(twin.world.tensors[name], expected), name
+
+
+@CASES
+def test_one_launch(harness: Harness, case: Case) -> None:
+    twin = Twin(harness, case)
+    assert counts()[TOGETHER] == 1
+    assert counts()["self-test", "one-launch kernel equals stock's"] == 1
+    assert ("recurrence", "bundled") not in counts()
+    assert not [stage for stage, _ in counts() if stage == "conv"]
+    assert declined() == []
+    # Neither stock's unpack, conv and copy nor the bundled conv ran.
+    assert twin.launches == 0
+    assert_as_stock(twin, conv_state=False)
+
+
+@pytest.fixture(params=["output", "windows", "kept", "z", "b", "a", "conv_state"])
+def one_result_wrong(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the self-test, a kernel that writes all but one result right."""
+    real = kernel.conv_verify
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        output = real(*args, **kwargs)
+        conv_state, windows, unpack, kept = args[5], args[7], args[9], args[16]
+        results = {"output": output, "windows": windows, "kept": kept[0], "conv_state": conv_state}
+        results |= {"z": unpack.z, "b": unpack.b, "a": unpack.a}
+        results[request.param][0].add_(1)
+        return output
+
+    monkeypatch.setattr(self_test, "conv_verify", wrong)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("case", [LAYER, NEXT], ids=lambda case: case.name)
+def test_a_failed_self_test_leaves_two_launches(harness: Harness, one_result_wrong: str, case: Case) -> None:
+    twin = Twin(harness, case)
+    names = {"windows": "conv windows", "kept": "states" if case is LAYER else "raw_v", "conv_state": "conv state"}
+    named = names.get(one_result_wrong, one_result_wrong)
+    assert declined() == [f"self-test of the bundled one-launch kernel: {named} is not stock's; stock's kernel instead"]
+    assert twin.launches == 1
+    assert counts()["recurrence", "bundled"] == 1
+    assert counts()["conv", "fused with the unpack"] == 1
+    assert_as_stock(twin, conv_state=True)
+
+
+def explode(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("drill")
+
+
+@CASES
+@pytest.mark.parametrize("where", ["self-test", "launch", "reading the call"])
+def test_whatever_fails_before_the_launch(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, where: str
+) -> None:
+    if where == "self-test":
+        monkeypatch.setattr(forward, "one_launch_difference", explode)
+    elif where == "launch":
+        monkeypatch.setattr(forward, "conv_verify", explode)
+    else:
+        monkeypatch.setattr(forward, "OneLaunchShape", explode)
+    twin = Twin(harness, case)
+    assert twin.launches == 1
+    assert counts()["recurrence", "bundled"] == 1
+    assert "one launch failed, stock takes over: RuntimeError: drill" in declined()
+    assert_as_stock(twin, conv_state=True)
+
+
+@CASES
+@pytest.mark.parametrize("stage", ["conv_update", "recurrent_verify"])
+def test_the_other_kernels_fail_as_well(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, stage: str
+) -> None:
+    """Then it is stock's conv, late, or stock's recurrence, and packed QKV is where everybody looks for it."""
+    monkeypatch.setattr(forward, "conv_verify", explode)
+    monkeypatch.setattr(forward, stage, explode)
+    twin = Twin(harness, case)
+    assert len(declined()) == 2
+    assert_as_stock(twin, conv_state=True)
+
+
+@CASES
+@pytest.mark.parametrize("answer", [False, True], ids=["seen", "not seen"])
+def test_somebody_elses_recurrence(harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, answer: bool) -> None:
+    """It must find packed QKV written, so no conv waits for it. Were that overlooked, it is said and not repeated."""
+    kernels = importlib.import_module(harness.module.TritonGDNKernel.__module__)
+    overlay = activation._PROCESS.installation.overlay  # type: ignore[union-attr]
+    assert overlay is not None
+    places = (kernels, importlib.import_module(vars(kernels)[RECURRENCE].__module__))
+    raw = vars(kernels)[RECURRENCE].__wrapped__
+    for module in places:
+        monkeypatch.setattr(module, RECURRENCE, lambda *args, **kwargs: raw(*args, **kwargs))
+    if answer:
+        monkeypatch.setattr(overlay, "_readers", [lambda: True])
+    twin = Twin(harness, case)
+    assert TOGETHER not in counts()
+    late = [text for text in declined() if "a conv waited for a recurrence that did not come" in text]
+    assert len(late) == answer
+    if answer:
+        # From then on nothing waits.
+        twin = Twin(harness, case)
+        assert sum(n for (stage, reason), n in counts().items() if stage == "declined" and reason == late[0]) == 1
+    monkeypatch.undo()
+    assert_as_stock(twin, conv_state=True)
+
+
+def test_a_copy_that_fails_reads_what_stock_would(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "packed_views", explode)
+    twin = Twin(harness, LAYER)
+    assert "copy failed, stock takes over: RuntimeError: drill" in declined()
+    assert TOGETHER not in counts()
+    assert_as_stock(twin, conv_state=True)
+
+
+def test_other_tensors_than_packed_qkv(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q that is no view of packed QKV, gates that are not the unpack's: two launches."""
+    for check in ("_reads_all_of", "_same"):
+        with monkeypatch.context() as patch:
+            patch.setattr(forward, check, lambda *args: False)
+            twin = Twin(harness, LAYER)
+        assert TOGETHER not in counts()
+        assert_as_stock(twin, conv_state=True)
+        sglang_gdn_zerocopy.activate()
+
+
+def test_views_of_packed_qkv_are_told_from_others() -> None:
+    packed = torch.zeros(6, 4 * 128)
+    q, k, v = (part.view(1, 6, -1, 128) for part in torch.split(packed, [128, 128, 256], dim=1))
+
+    def inputs(*parts: torch.Tensor) -> Any:
+        return forward.Inputs(*parts, *[packed] * 7)
+
+    assert forward._reads_all_of(packed, inputs(q, k, v))
+    assert not forward._reads_all_of(packed, inputs(k, q, v))
+    assert not forward._reads_all_of(packed, inputs(q.clone(), k, v))
+    assert not forward._reads_all_of(packed, inputs(q, k, v[:, :, :1]))
+    assert not forward._reads_all_of(packed, inputs(q[:, :3], k[:, :3], v[:, :3]))
+    assert not forward._reads_all_of(packed.double(), inputs(q, k, v))
+
+
+def test_the_recurrence_left_to_stock(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_gdn_zerocopy.deactivate()
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_KERNELS", "conv")
+    sglang_gdn_zerocopy.activate()
+    twin = Twin(harness, LAYER)
+    assert counts()["conv", "fused with the unpack"] == 1
+    assert TOGETHER not in counts()
+    assert_as_stock(twin, conv_state=True)
+
+
+@CASES
+@pytest.mark.parametrize("touches", [False, True], ids=["right", "touches the conv state"])
+def test_shadow_mode(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Case, touches: bool
+) -> None:
+    """The conv state is stock's after a shadowed call, and has to be left alone by ours."""
+    sglang_gdn_zerocopy.deactivate()
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_SHADOW", "1")
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_STATUS_DIR", str(tmp_path))
+    sglang_gdn_zerocopy.activate()
+    real: Callable[..., Any] = kernel.conv_verify
+
+    def touching(*args: Any, **kwargs: Any) -> Any:
+        output = real(*args, **kwargs)
+        args[5][int(args[6][0]), 0, 0] += 1
+        return output
+
+    if touches:
+        monkeypatch.setattr(forward, "conv_verify", touching)
+    twin = Twin(harness, case)
+    assert counts()[TOGETHER] == 1
+    assert counts()["shadow", "compared with stock"] == 1
+    found = [reason for stage, reason in counts() if stage == "shadow" and reason.startswith("differs")]
+    assert found == (["differs from stock: conv[0]"] if touches else [])
+    assert_as_stock(twin, conv_state=True)
+    activation._PROCESS.ledger.reporter = None
