@@ -302,6 +302,156 @@ def _scalar(memory, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def prepare_tokens(
+    raw_q,
+    raw_k,
+    raw_v,
+    raw_a,
+    raw_b,
+    raw_a_log,
+    dt_bias,
+    s_q,
+    s_k,
+    s_v,
+    s_decay,
+    s_beta,
+    i_v,
+    i_hv,
+    slot,
+    tokens,
+    first,
+    first_column,
+    p_raw_v,
+    p_raw_k,
+    p_ring_g,
+    p_ring_beta,
+    stride_raw_v_slot,
+    stride_raw_v_head,
+    stride_raw_v_step,
+    stride_raw_k_slot,
+    stride_raw_k_head,
+    stride_raw_k_step,
+    stride_g_slot,
+    stride_g_head,
+    stride_g_step,
+    stride_beta_slot,
+    stride_beta_head,
+    stride_beta_step,
+    ring_length,
+    scale,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    RING: gl.constexpr,
+    RECIPROCAL: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    EPSILON: gl.constexpr,
+    NORM_LEAF: gl.constexpr,
+    ROW: gl.constexpr,
+    VALUE: gl.constexpr,
+    GATE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Gates and norms of BT tokens from their raw inputs: into shared memory, and the raw ones into the ring.
+
+    The raw inputs lie in ROW (q, k), VALUE (v, COLUMNS of it from ``first_column``) and GATE.
+    """
+    i_h = i_hv // (HV // H)
+    o_k = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
+    o_v = gl.arange(0, COLUMNS, gl.SliceLayout(0, VALUE))[None, :]
+    i_k_row = gl.arange(0, BT, gl.SliceLayout(1, ROW))[:, None]
+    i_v_row = gl.arange(0, BT, gl.SliceLayout(1, VALUE))[:, None]
+    i_gate = gl.arange(0, BT, gl.SliceLayout(1, GATE))
+    b_k = raw_k.to(gl.float32)
+    b_v = raw_v.to(gl.float32)
+    x = raw_a.to(gl.float32) + dt_bias
+    g = -gl.exp(raw_a_log.to(gl.float32)) * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
+    beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
+
+    if RING:  # noqa: SIM102
+        if slot >= 0:
+            kept = gl.minimum(tokens, ring_length) - first
+            p_kept_v = (
+                p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + first * stride_raw_v_step + first_column
+            )
+            o_kept_v = i_v_row * stride_raw_v_step + o_v
+            gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
+            if i_v == 0:
+                p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
+                gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
+                p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
+                gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
+                if i_hv % (HV // H) == 0:
+                    p_kept_k = p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + first * stride_raw_k_step
+                    o_kept_k = i_k_row * stride_raw_k_step + o_k
+                    gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
+
+    b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
+    s_q.store(b_q)
+    s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
+    s_v.store(b_v)
+    s_decay.store(gl.expand_dims(gl.exp(g), 1))
+    s_beta.store(gl.expand_dims(beta, 1))
+    # Here once, so that the compiler needs none in the loop over tokens.
+    tl.debug_barrier()
+
+
+@gluon.jit
+def run_tokens(
+    b_h,
+    s_q_of,
+    s_k_of,
+    s_v_of,
+    s_decay_of,
+    s_beta_of,
+    p_out_t,
+    p_snapshot,
+    stride_snapshot_step,
+    row,
+    count,
+    i_b,
+    o_column,
+    o_state,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    RING: gl.constexpr,
+    LEAF: gl.constexpr,
+    LANES: gl.constexpr,
+    STATE: gl.constexpr,
+    GATE: gl.constexpr,
+    STORE_CACHE: gl.constexpr,
+    STORE_EVICT: gl.constexpr,
+):
+    """``count`` prepared tokens over the state ``b_h`` of BV columns: outputs and snapshots.
+
+    Returns the state and the pointers after them.
+    """
+    BY_K: gl.constexpr = gl.SliceLayout(0, STATE)
+    BY_V: gl.constexpr = gl.SliceLayout(1, STATE)
+    BY_TOKEN: gl.constexpr = gl.SliceLayout(1, GATE)
+    for i_t in range(count):
+        b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
+        b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
+        b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
+        b_v_t = s_v_of.index(i_t * BLOCKS + i_b).load(BY_V) - gl.convert_layout(b_dot, BY_V)
+        b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
+        b_h += b_k_t * b_v_t[:, None]
+        b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
+        gl.store(p_out_t + o_column, gl.convert_layout(b_o, BY_V).to(p_out_t.dtype.element_ty))
+        p_out_t += HV * V
+        if not RING:
+            if row >= 0:
+                b_kept = b_h.to(p_snapshot.dtype.element_ty)
+                gl.store(p_snapshot + o_state, b_kept, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+            p_snapshot += stride_snapshot_step
+    return b_h, p_out_t, p_snapshot
+
+
+@gluon.jit
 def _recurrent_verify_explicit_kernel(
     p_q,
     p_k,
@@ -426,9 +576,8 @@ def _recurrent_verify_explicit_kernel(
             async_copy.async_copy_global_to_shared(s_state, p_state + o_state, mask=present)
             async_copy.commit_group()
         p_out_t = p_out + i_b * BV
-        p_snapshot = p_snapshots
-        if not RING:
-            p_snapshot += i_b * (BV * K)
+        # With a ring there are no snapshots; the pointer is a stand-in that a loop can carry.
+        p_snapshot = p_out if RING else p_snapshots + i_b * (BV * K)
 
         for first in range(0, tokens, BT):
             # All blocks share what is prepared, unless there are more tokens than it holds.
@@ -441,66 +590,89 @@ def _recurrent_verify_explicit_kernel(
                 raw_b = gl.load(p_b + (first + i_gate) * stride_b, mask=i_gate < left, other=0.0)
                 raw_a_log = gl.load(p_a_log + i_hv)
                 dt_bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
-                b_k = raw_k.to(gl.float32)
-                b_v = raw_v.to(gl.float32)
-                x = raw_a.to(gl.float32) + dt_bias
-                g = -gl.exp(raw_a_log.to(gl.float32)) * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
-                beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
-
-                if RING:  # noqa: SIM102
-                    if slot >= 0:
-                        kept = gl.minimum(tokens, ring_length) - first
-                        p_kept_v = (
-                            p_raw_v
-                            + slot * stride_raw_v_slot
-                            + i_hv * stride_raw_v_head
-                            + first * stride_raw_v_step
-                            + first_column
-                        )
-                        o_kept_v = i_v_row * stride_raw_v_step + o_v
-                        gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
-                        if i_v == 0:
-                            p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
-                            gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
-                            p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
-                            gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
-                            if i_hv % (HV // H) == 0:
-                                p_kept_k = (
-                                    p_raw_k
-                                    + slot * stride_raw_k_slot
-                                    + i_h * stride_raw_k_head
-                                    + first * stride_raw_k_step
-                                )
-                                o_kept_k = i_k_row * stride_raw_k_step + o_k
-                                gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
-
-                b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
-                s_q.store(b_q)
-                s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
-                s_v.store(b_v)
-                s_decay.store(gl.expand_dims(gl.exp(g), 1))
-                s_beta.store(gl.expand_dims(beta, 1))
-                # Here once, so that the compiler needs none in the loop over tokens.
-                tl.debug_barrier()
+                prepare_tokens(
+                    raw_q,
+                    raw_k,
+                    raw_v,
+                    raw_a,
+                    raw_b,
+                    raw_a_log,
+                    dt_bias,
+                    s_q,
+                    s_k,
+                    s_v,
+                    s_decay,
+                    s_beta,
+                    i_v,
+                    i_hv,
+                    slot,
+                    tokens,
+                    first,
+                    first_column,
+                    p_raw_v,
+                    p_raw_k,
+                    p_ring_g,
+                    p_ring_beta,
+                    stride_raw_v_slot,
+                    stride_raw_v_head,
+                    stride_raw_v_step,
+                    stride_raw_k_slot,
+                    stride_raw_k_head,
+                    stride_raw_k_step,
+                    stride_g_slot,
+                    stride_g_head,
+                    stride_g_step,
+                    stride_beta_slot,
+                    stride_beta_head,
+                    stride_beta_step,
+                    ring_length,
+                    scale,
+                    H,
+                    HV,
+                    K,
+                    BT,
+                    RING,
+                    RECIPROCAL,
+                    THRESHOLD,
+                    EPSILON,
+                    NORM_LEAF,
+                    ROW,
+                    VALUE,
+                    GATE,
+                    BLOCKS * BV,
+                )
 
             if first == 0:
                 # As stock, which adds the state to zeros: no -0.
                 b_h += 0.0
-            for i_t in range(gl.minimum(tokens - first, BT)):
-                b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
-                b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
-                b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
-                b_v_t = s_v_of.index(i_t * BLOCKS + i_b).load(BY_V) - gl.convert_layout(b_dot, BY_V)
-                b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
-                b_h += b_k_t * b_v_t[:, None]
-                b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
-                gl.store(p_out_t + o_column, gl.convert_layout(b_o, BY_V).to(p_out.dtype.element_ty))
-                p_out_t += HV * V
-                if not RING:
-                    if row >= 0:
-                        b_kept = b_h.to(p_snapshots.dtype.element_ty)
-                        gl.store(p_snapshot + o_state, b_kept, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
-                    p_snapshot += stride_snapshot_step
+            b_h, p_out_t, p_snapshot = run_tokens(
+                b_h,
+                s_q_of,
+                s_k_of,
+                s_v_of,
+                s_decay_of,
+                s_beta_of,
+                p_out_t,
+                p_snapshot,
+                stride_snapshot_step,
+                row,
+                gl.minimum(tokens - first, BT),
+                i_b,
+                o_column,
+                o_state,
+                HV,
+                K,
+                V,
+                BV,
+                BLOCKS,
+                RING,
+                LEAF,
+                LANES,
+                STATE,
+                GATE,
+                STORE_CACHE,
+                STORE_EVICT,
+            )
 
         if BLOCKS > 1:
             async_copy.wait_group(0)
