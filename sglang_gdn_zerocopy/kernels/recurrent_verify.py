@@ -32,8 +32,8 @@ HEAD_DIM = 128
 
 _WARP = 32
 _NORM_LEAF = 4
-_EPSILON = 1e-6
-_SOFTPLUS_THRESHOLD = 20.0
+NORM_EPSILON = 1e-6
+SOFTPLUS_THRESHOLD = 20.0
 # The last axis of a CUDA grid.
 _MAX_REQUESTS = 65535
 
@@ -137,6 +137,84 @@ def _l2norm(x, RECIPROCAL: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
+def step_token(
+    b_h,
+    b_q,
+    b_k,
+    b_v,
+    p_a,
+    p_b,
+    decay_rate,
+    dt_bias,
+    i_v,
+    i_hv,
+    i_t,
+    slot,
+    row,
+    o_k,
+    o_v,
+    o_state,
+    p_out,
+    p_snapshots,
+    p_raw_v,
+    p_raw_k,
+    p_ring_g,
+    p_ring_beta,
+    stride_raw_v_slot,
+    stride_raw_v_head,
+    stride_raw_v_step,
+    stride_raw_k_slot,
+    stride_raw_k_head,
+    stride_raw_k_step,
+    stride_g_slot,
+    stride_g_head,
+    stride_g_step,
+    stride_beta_slot,
+    stride_beta_head,
+    stride_beta_step,
+    ring_length,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    RING: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One token over the state ``b_h`` [K, BV], with everything that is stored for it; returns the state."""
+    i_h = i_hv // (HV // H)
+    x = tl.load(p_a).to(tl.float32) + dt_bias
+    g = decay_rate * tl.where(x <= THRESHOLD, tl.log(1.0 + tl.exp(x)), x)
+    beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
+
+    # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
+    if RING:  # noqa: SIM102
+        if slot >= 0 and i_t < ring_length:
+            p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
+            tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
+            if i_v == 0:
+                tl.store(p_ring_g + slot * stride_g_slot + i_hv * stride_g_head + i_t * stride_g_step, g)
+                p_kept = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head + i_t * stride_beta_step
+                tl.store(p_kept, beta)
+                if i_hv % (HV // H) == 0:
+                    p_kept_k = p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + i_t * stride_raw_k_step
+                    tl.store(p_kept_k + o_k, b_k.to(p_raw_k.dtype.element_ty))
+
+    b_q = _l2norm(b_q, RECIPROCAL, EPSILON) * scale
+    b_k = _l2norm(b_k, RECIPROCAL, EPSILON)
+    b_h *= tl.exp(g)
+    b_v -= tl.sum(b_h * b_k[:, None], 0)
+    b_v *= beta
+    b_h += b_k[:, None] * b_v[None, :]
+    b_o = tl.sum(b_h * b_q[:, None], 0)
+    tl.store(p_out + o_v, b_o.to(p_out.dtype.element_ty))
+    if not RING:  # noqa: SIM102
+        if row >= 0:
+            tl.store(p_snapshots + o_state, b_h.to(p_snapshots.dtype.element_ty))
+    return b_h
+
+
+@triton.jit
 def _recurrent_verify_kernel(
     p_q,
     p_k,
@@ -221,36 +299,51 @@ def _recurrent_verify_kernel(
         b_q = tl.load(p_q + o_k).to(tl.float32)
         b_k = tl.load(p_k + o_k).to(tl.float32)
         b_v = tl.load(p_v + o_v).to(tl.float32)
-        x = tl.load(p_a).to(tl.float32) + dt_bias
-        g = decay_rate * tl.where(x <= THRESHOLD, tl.log(1.0 + tl.exp(x)), x)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
-
-        # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
-        if RING:  # noqa: SIM102
-            if slot >= 0 and i_t < ring_length:
-                p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
-                tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
-                if i_v == 0:
-                    tl.store(p_ring_g + slot * stride_g_slot + i_hv * stride_g_head + i_t * stride_g_step, g)
-                    p_kept = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head + i_t * stride_beta_step
-                    tl.store(p_kept, beta)
-                    if i_hv % (HV // H) == 0:
-                        p_kept_k = (
-                            p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + i_t * stride_raw_k_step
-                        )
-                        tl.store(p_kept_k + o_k, b_k.to(p_raw_k.dtype.element_ty))
-
-        b_q = _l2norm(b_q, RECIPROCAL, EPSILON) * scale
-        b_k = _l2norm(b_k, RECIPROCAL, EPSILON)
-        b_h *= tl.exp(g)
-        b_v -= tl.sum(b_h * b_k[:, None], 0)
-        b_v *= beta
-        b_h += b_k[:, None] * b_v[None, :]
-        b_o = tl.sum(b_h * b_q[:, None], 0)
-        tl.store(p_out + o_v, b_o.to(p_out.dtype.element_ty))
+        b_h = step_token(
+            b_h,
+            b_q,
+            b_k,
+            b_v,
+            p_a,
+            p_b,
+            decay_rate,
+            dt_bias,
+            i_v,
+            i_hv,
+            i_t,
+            slot,
+            row,
+            o_k,
+            o_v,
+            o_state,
+            p_out,
+            p_snapshots,
+            p_raw_v,
+            p_raw_k,
+            p_ring_g,
+            p_ring_beta,
+            stride_raw_v_slot,
+            stride_raw_v_head,
+            stride_raw_v_step,
+            stride_raw_k_slot,
+            stride_raw_k_head,
+            stride_raw_k_step,
+            stride_g_slot,
+            stride_g_head,
+            stride_g_step,
+            stride_beta_slot,
+            stride_beta_head,
+            stride_beta_step,
+            ring_length,
+            scale,
+            H,
+            HV,
+            RING,
+            RECIPROCAL,
+            THRESHOLD,
+            EPSILON,
+        )
         if not RING:
-            if row >= 0:
-                tl.store(p_snapshots + o_state, b_h.to(p_snapshots.dtype.element_ty))
             p_snapshots += stride_snapshot_step
 
         p_q += stride_q
@@ -756,27 +849,10 @@ def recurrent_verify(
     HV, V = v.shape[2:]
     N = starts.shape[0] - 1
     _check_inputs(q, k, v, a, b, a_log, dt_bias, state, slots, starts)
-    if isinstance(kept, FoldRing):
-        protocol, length = "ring", _check_ring(kept, H, HV)
-        # In the kernel's order: snapshots, rows, then the ring; then the strides of each.
-        buffers = (None, None, *kept)
-        strides = (0, 0, *(stride for buffer in kept for stride in buffer.stride()[:3]))
-    else:
-        protocol, length = "snapshots", 0
-        _check_snapshots(kept, state, N)
-        buffers = (*kept, None, None, None, None)
-        strides = (*kept.states.stride()[:2], *(0,) * 12)
+    protocol, buffers, measures = kept_arguments(kept, state, N, H)
     if config is None:
         config = choose(protocol, state.dtype, N * HV, q.device)
-    constants: dict[str, Any] = {}
-    options: dict[str, Any] = {"num_warps": config.warps}
-    if config.implementation == "explicit":
-        constants = explicit_layouts(config, 16 // state.element_size())
-        constants["BT"] = 4 if rows <= 4 * N else 8
-        if config.max_registers is not None:
-            options["maxnreg"] = config.max_registers
-    elif config.implementation != "portable" or config.warps != 1:
-        raise ValueError(f"{config} is neither an explicit one nor a portable one with one warp")
+    options = launch_options(config, state, 4 if rows <= 4 * N else 8)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not N or not rows:
         return out
@@ -803,8 +879,7 @@ def recurrent_verify(
         a.stride(-2),
         b.stride(-2),
         state.stride(0),
-        *strides,
-        length,
+        *measures,
         H=H,
         HV=HV,
         K=K,
@@ -812,13 +887,40 @@ def recurrent_verify(
         BV=config.columns,
         RING=protocol == "ring",
         RECIPROCAL=reciprocal_norm,
-        THRESHOLD=_SOFTPLUS_THRESHOLD,
-        EPSILON=_EPSILON,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        EPSILON=NORM_EPSILON,
         OVERLAP=overlap,
-        **constants,
         **options,
     )
     return out
+
+
+def kept_arguments(
+    kept: FoldRing | Snapshots, state: torch.Tensor, N: int, H: int
+) -> tuple[str, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """The protocol, and the kernels' arguments for what is kept; ``ValueError`` for what does not fit ``state``.
+
+    First the buffers: snapshots, their rows, then the ring's four. Then the strides of each in the same order and the
+    length of the ring.
+    """
+    if isinstance(kept, FoldRing):
+        length = _check_ring(kept, H, state.shape[1])
+        return "ring", (None, None, *kept), (0, 0, *(n for buffer in kept for n in buffer.stride()[:3]), length)
+    _check_snapshots(kept, state, N)
+    return "snapshots", (*kept, None, None, None, None), (*kept.states.stride()[:2], *(0,) * 13)
+
+
+def launch_options(config: Config, state: torch.Tensor, tokens: int) -> dict[str, Any]:
+    """The keyword arguments of a launch that come from ``config``; an explicit one prepares ``tokens`` at a time."""
+    options: dict[str, Any] = {"num_warps": config.warps}
+    if config.implementation == "explicit":
+        options |= explicit_layouts(config, 16 // state.element_size())
+        options["BT"] = tokens
+        if config.max_registers is not None:
+            options["maxnreg"] = config.max_registers
+    elif config.implementation != "portable" or config.warps != 1:
+        raise ValueError(f"{config} is neither an explicit one nor a portable one with one warp")
+    return options
 
 
 def choose(protocol: str, state_dtype: torch.dtype, heads: int, device: torch.device) -> Config:
@@ -859,13 +961,30 @@ def _check_inputs(
 ) -> None:
     _, rows, H, K = k.shape
     HV, V = v.shape[2:]
-    N = starts.shape[0] - 1
     _require((K, V) == (HEAD_DIM, HEAD_DIM), f"head dims {K} and {V}, only {HEAD_DIM} is taken")
     _require(H > 0 and HV % H == 0, f"{HV} value heads do not divide among {H} key heads")
     _require(q.shape == k.shape == (1, rows, H, K), f"q is {tuple(q.shape)}, k is {tuple(k.shape)}")
     _require(v.shape == (1, rows, HV, V), f"v is {tuple(v.shape)}, k has {rows} rows")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require(_dense(tensor, 2), f"{name} has strides {tensor.stride()}")
+    check_recurrence(rows, HV, a, b, a_log, dt_bias, state, slots, starts)
+
+
+def check_recurrence(
+    rows: int,
+    HV: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
+    """``ValueError`` for what :func:`recurrent_verify` does not take beside q, k and v."""
+    N = starts.shape[0] - 1
     _require(0 <= N <= _MAX_REQUESTS, f"{N} requests")
-    for name, tensor, axes in (("q", q, 2), ("k", k, 2), ("v", v, 2), ("state", state, 3), ("a", a, 1), ("b", b, 1)):
+    for name, tensor, axes in (("state", state, 3), ("a", a, 1), ("b", b, 1)):
         _require(_dense(tensor, axes), f"{name} has strides {tensor.stride()}")
     for name, tensor in (("a", a), ("b", b)):
         _require(tensor.shape[-2:] == (rows, HV) and tensor.numel() == rows * HV, f"{name} is {tuple(tensor.shape)}")
@@ -877,7 +996,7 @@ def _check_inputs(
     ):
         _require(tensor.dim() == 1 and tensor.shape[0] >= least, f"{name} is {tuple(tensor.shape)}")
         _require(_dense(tensor, 1), f"{name} has stride {tensor.stride()}")
-    _require(state.shape[1:] == (HV, V, K), f"state is {tuple(state.shape)}")
+    _require(state.shape[1:] == (HV, HEAD_DIM, HEAD_DIM), f"state is {tuple(state.shape)}")
     _require(state.dtype in (torch.float32, torch.bfloat16, torch.float16), f"state is {state.dtype}")
     # With less the compiler would load stock's state in smaller pieces and add in another order.
     aligned = state.data_ptr() % 16 == 0 and (state.shape[0] == 1 or state.stride(0) % 16 == 0)
@@ -928,9 +1047,9 @@ def recurrent_verify_ref(
     """
     q, k, v, a, b, a_log, dt_bias, h = (x.double() for x in (q, k, v, a, b, a_log, dt_bias, state))
     ratio = v.shape[1] // k.shape[1]
-    g = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias, threshold=_SOFTPLUS_THRESHOLD)
+    g = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias, threshold=SOFTPLUS_THRESHOLD)
     beta = b.sigmoid()
-    q, k = (x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt() for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(ratio, 1) for x in (q * q.shape[-1] ** -0.5, k))
     outputs, states = [], []
     for i_t in range(q.shape[0]):
