@@ -12,8 +12,6 @@ sm_90.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -295,6 +293,18 @@ def _conv_verify_kernel(
 
 
 @gluon.jit
+def _stack_rows(rows, COUNT: gl.constexpr, WIDTH: gl.constexpr):
+    # COUNT (4 or 8) rows of WIDTH as [COUNT, WIDTH].
+    if COUNT == 8:
+        low = gl.join(gl.join(rows[0], rows[4]), gl.join(rows[2], rows[6]))
+        high = gl.join(gl.join(rows[1], rows[5]), gl.join(rows[3], rows[7]))
+        stacked = gl.join(low, high)
+    else:
+        stacked = gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3]))
+    return gl.permute(gl.reshape(stacked, [WIDTH, COUNT]), [1, 0])
+
+
+@gluon.jit
 def _conv_verify_explicit_kernel(
     p_x,
     p_a,
@@ -424,7 +434,8 @@ def _conv_verify_explicit_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    # All loads before the first store, and what waits for the slot after what does not.
+    # The state comes first, since it is needed last: it is on its way while the conv runs. The barrier keeps it there;
+    # without, the assembler puts arithmetic of the conv, with all that it waits for, in front.
     slot = gl.load(p_slots + i_n).to(gl.int64)
     window_row = gl.load(p_window_rows + i_n * stride_window_rows).to(gl.int64)
     tokens = (gl.load(p_starts + i_n + 1).to(gl.int64) - gl.load(p_starts + i_n).to(gl.int64)).to(gl.int32)
@@ -432,6 +443,20 @@ def _conv_verify_explicit_kernel(
     row = slot
     if not RING:
         row = gl.load(p_rows + i_n).to(gl.int64)
+    # A padded row has no slot: nothing of the pools is read or written for it.
+    live = slot >= 0
+    first_column = i_v * BV
+    o_column = gl.arange(0, BV, gl.SliceLayout(1, STATE))
+    o_state = o_column[:, None] * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    p_state += slot * stride_state + i_hv * (V * K) + first_column * K
+    raw_h = gl.load(p_state + o_state, mask=live, other=0.0)
+    tl.debug_barrier()
+
+    # All loads before the first store.
+    p_conv += slot * stride_conv
+    old = ()
+    for i in gl.static_range(W - 1):
+        old = old + load4(p_conv, o_quad * (W - 1) + i, in_conv & live, CONV_PACKED)
     first_row = i_n.to(gl.int64) * T
     p_x += first_row * stride_x
     draft = ()
@@ -447,28 +472,23 @@ def _conv_verify_explicit_kernel(
     p_b += first_row * stride_b + o_b
     raw_a = gl.load(p_a + i_gate * stride_a, mask=i_gate < T, other=0.0)
     raw_b = gl.load(p_b + i_gate * stride_b, mask=i_gate < T, other=0.0)
-    # A padded row has no slot: nothing of the pools is read or written for it.
-    live = slot >= 0
-    p_conv += slot * stride_conv
-    old = ()
-    for i in gl.static_range(W - 1):
-        old = old + load4(p_conv, o_quad * (W - 1) + i, in_conv & live, CONV_PACKED)
-    first_column = i_v * BV
-    o_column = gl.arange(0, BV, gl.SliceLayout(1, STATE))
-    o_state = o_column[:, None] * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    p_state += slot * stride_state + i_hv * (V * K) + first_column * K
-    raw_h = gl.load(p_state + o_state, mask=live, other=0.0)
 
     # Convolved channels as [token, q | k | v | unused].
     TILE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     s_raw = gl.allocate_shared_memory(p_out.dtype.element_ty, [BT, 4 * QUADS], TILE)
-    s_raw_of = s_raw._reinterpret(p_out.dtype.element_ty, [BT, 4 * QUADS], LINE)
     sequence = inputs_of_quads(old, draft, W)
-    for t in gl.static_range(T):
-        out = convolve_quads(sequence, weight, start, p_out, t, W, SILU)
-        pairs = gl.join(gl.join(out[0], out[2]), gl.join(out[1], out[3]))
-        s_raw_of.index(t).store(gl.reshape(pairs, [4 * QUADS]))
+    rows = ()
+    for t in gl.static_range(BT):
+        if t < T:
+            out = convolve_quads(sequence, weight, start, p_out, t, W, SILU)
+            pairs = gl.join(gl.join(out[0], out[2]), gl.join(out[1], out[3]))
+            rows = rows + (gl.reshape(pairs, [4 * QUADS]),)
+        else:
+            # Fills up the power of two; nobody reads it.
+            rows = rows + (rows[0],)
+    # In one go: the compiler puts a barrier between two stores to one piece of memory.
+    s_raw.store(_stack_rows(rows, BT, 4 * QUADS))
 
     shared = (i_v == 0) & (i_hv % RATIO == 0)
     in_windows = in_conv & (shared | (o_local >= 2 * KW)) & live
