@@ -47,8 +47,8 @@ class Unpack(NamedTuple):
 
 
 @triton.jit
-def _load4(p_base, o_word, mask, PACKED: tl.constexpr):
-    # Elements 4 * o_word to 4 * o_word + 3, as four tensors.
+def load4(p_base, o_word, mask, PACKED: tl.constexpr):
+    """Elements 4 * o_word to 4 * o_word + 3, as four tensors."""
     if PACKED:
         word = tl.load(p_base.to(tl.pointer_type(tl.uint64), bitcast=True) + o_word, mask, other=0)
         element = p_base.dtype.element_ty
@@ -77,7 +77,8 @@ def _word(v0, v1, v2, v3):
 
 
 @triton.jit
-def _store4(p_base, o_word, v0, v1, v2, v3, mask, PACKED: tl.constexpr):
+def store4(p_base, o_word, v0, v1, v2, v3, mask, PACKED: tl.constexpr):
+    """The reverse of ``load4``."""
     if PACKED:
         tl.store(p_base.to(tl.pointer_type(tl.uint64), bitcast=True) + o_word, _word(v0, v1, v2, v3), mask)
     else:
@@ -111,20 +112,21 @@ def _store_swapped(p_base, i_first, words, live, CELLS: tl.constexpr, QUADS: tl.
 @triton.jit
 def _store_quads(
     p_base,
+    o_quad,
+    mask,
     i_first,
-    cells,
     live,
+    cells,
     CELLS: tl.constexpr,
     PACKED: tl.constexpr,
-    SWAP: tl.constexpr,
+    STORE: tl.constexpr,
     QUADS: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    # ``cells`` holds CELLS cells of each of a quad's four channels; they lie one channel after the other. ``i_first``
-    # is the program's first quad, LAST the number of all quads; ``live`` says whether anything is stored.
-    o_quad = i_first + tl.arange(0, QUADS)
-    mask = (o_quad < LAST) & live
-    if PACKED and SWAP and CELLS > 2 and CELLS <= 8:
+    # ``cells`` holds CELLS cells of each of a quad's four channels; they lie one channel after the other. STORE
+    # "swap" takes the program's first quad, the number of all quads and whether anything is stored from i_first, LAST
+    # and live, the others take the quads from o_quad and mask; "words" keeps to what Gluon can do as well.
+    if PACKED and STORE == "swap" and CELLS > 2 and CELLS <= 8:
         words = ()
         for i in tl.static_range(CELLS):
             words = words + (_word(cells[4 * i], cells[4 * i + 1], cells[4 * i + 2], cells[4 * i + 3]),)
@@ -132,7 +134,7 @@ def _store_quads(
             # Fills the places up to a power of two; nobody reads them.
             words = words + (words[0],)
         _store_swapped(p_base, i_first, words, live, CELLS, QUADS, LAST)
-    elif PACKED and CELLS % 2 == 0:
+    elif PACKED and STORE != "words" and CELLS % 2 == 0:
         for i in tl.static_range(0, CELLS, 2):
             # Two words at an even word offset: one 16-byte store.
             low = _word(cells[4 * i], cells[4 * i + 1], cells[4 * i + 2], cells[4 * i + 3])
@@ -142,7 +144,7 @@ def _store_quads(
             tl.store(p_words, tl.join(low, high), mask[:, None])
     else:
         for i in tl.static_range(CELLS):
-            _store4(
+            store4(
                 p_base,
                 o_quad * CELLS + i,
                 cells[4 * i],
@@ -165,14 +167,79 @@ def _window(sequence, FIRST: tl.constexpr, CELLS: tl.constexpr):
 
 
 @triton.jit
-def _projection_word(
+def inputs_of_quads(state, tokens, W: tl.constexpr):
+    """The inputs of each channel, oldest first: W - 1 cells of state, then the draft tokens.
+
+    ``state`` holds a quad's cells channel after channel, ``tokens`` cell after cell, as does the result: cell i of
+    channel c is [4 * i + c].
+    """
+    sequence = ()
+    for i in tl.static_range(W - 1):
+        for c in tl.static_range(4):
+            sequence = sequence + (state[c * (W - 1) + i],)
+    return sequence + tokens
+
+
+@triton.jit
+def convolve_quads(sequence, weight, start, p_out, t: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr):
+    """Token t of a quad's four channels, in the type that ``p_out`` points to; ``start``: what each sum starts from."""
+    out = ()
+    for c in tl.static_range(4):
+        acc = start[c]
+        for i in tl.static_range(W):
+            # Oldest tap first; the product is rounded to the operands' type before the sum.
+            acc += sequence[(t + i) * 4 + c] * weight[c * W + i]
+        if SILU:
+            acc = acc / (1 + tl.exp(-acc))
+        out = out + (acc.to(p_out.dtype.element_ty),)
+    return out
+
+
+@triton.jit
+def store_windows(
+    p_windows,
+    o_quad,
+    mask,
+    i_first,
+    live,
+    sequence,
+    T: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    WINDOW_STEPS: tl.constexpr,
+    OVERLAPPING: tl.constexpr,
+    PACKED: tl.constexpr,
+    STORE: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    """The windows of all T tokens, in either layout; for STORE see ``_store_quads``."""
+    if OVERLAPPING:
+        # Window t is cells t + 1 to t + W - 1: consecutive windows share all but one cell, stored once.
+        if T == WINDOW_STEPS:
+            CELLS: tl.constexpr = T + W - 2
+            cells = _window(sequence, 1, CELLS)
+            _store_quads(p_windows, o_quad, mask, i_first, live, cells, CELLS, PACKED, STORE, QUADS, D // 4)
+        else:
+            PITCH: tl.constexpr = WINDOW_STEPS + W - 2
+            for c in tl.static_range(4):
+                for i in tl.static_range(T + W - 2):
+                    tl.store(p_windows + (o_quad * 4 + c) * PITCH + i, sequence[(1 + i) * 4 + c], mask)
+    else:
+        for t in tl.static_range(T):
+            p_step = p_windows + t * D * (W - 1)
+            cells = _window(sequence, t + 1, W - 1)
+            _store_quads(p_step, o_quad, mask, i_first, live, cells, W - 1, PACKED, STORE, QUADS, D // 4)
+
+
+@triton.jit
+def projection_word(
     o_quad,
     H: tl.constexpr,
     K: tl.constexpr,
     GROUP_V: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    # Where a quad of packed QKV lies in a row of the projection, in words.
+    """Where a quad of packed QKV lies in a row of the projection, in words."""
     if INTERLEAVED:
         KW: tl.constexpr = K // 4
         VW: tl.constexpr = GROUP_V // 4
@@ -185,6 +252,31 @@ def _projection_word(
         return tl.where(o_quad < H * KW, o_q, tl.where(o_quad < 2 * H * KW, o_k, o_v))
     else:
         return o_quad
+
+
+@triton.jit
+def projection_z_word(
+    o_z,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    GROUP_V: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Where a quad of z lies in a row of the projection, in words."""
+    if INTERLEAVED:
+        VW: tl.constexpr = GROUP_V // 4
+        return o_z // VW * (K // 2 + 2 * VW) + K // 2 + VW + o_z % VW
+    else:
+        return D // 4 + o_z
+
+
+@triton.jit
+def projection_b(o_head, RATIO: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where b of a value head lies in a row of the gates."""
+    if INTERLEAVED:
+        return o_head // RATIO * 2 * RATIO + o_head % RATIO
+    else:
+        return o_head
 
 
 @triton.jit
@@ -242,9 +334,9 @@ def _conv_update_kernel(
         # No kernel of a forward pass writes the weights, so they may be read before the one in front has ended.
         weight = ()
         for i in tl.static_range(W):
-            weight = weight + _load4(p_weight, o_quad * W + i, in_dim, PARAM_PACKED)
+            weight = weight + load4(p_weight, o_quad * W + i, in_dim, PARAM_PACKED)
         if HAS_BIAS:
-            bias = _load4(p_bias, o_quad, in_dim, PARAM_PACKED)
+            bias = load4(p_bias, o_quad, in_dim, PARAM_PACKED)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -252,86 +344,67 @@ def _conv_update_kernel(
         # Only the state has to wait for the slot; the tokens are on their way meanwhile.
         slot = tl.load(p_slots + i_request * slots_stride).to(tl.int64)
         window_row = tl.load(p_window_rows + i_request * window_rows_stride).to(tl.int64)
-        o_x = _projection_word(o_quad, H, K, GROUP_V, INTERLEAVED)
+        o_x = projection_word(o_quad, H, K, GROUP_V, INTERLEAVED)
         tokens = ()
         for i in tl.static_range(T):
-            tokens = tokens + _load4(p_x + i * x_stride, o_x, in_dim, X_PACKED)
+            tokens = tokens + load4(p_x + i * x_stride, o_x, in_dim, X_PACKED)
         p_state += slot * state_stride
         p_windows += window_row * windows_stride
         # A padded row has no slot: it is read and written nowhere.
         mask = in_dim & (slot >= 0)
         state = ()
         for i in tl.static_range(W - 1):
-            state = state + _load4(p_state, o_quad * (W - 1) + i, mask, STATE_PACKED)
+            state = state + load4(p_state, o_quad * (W - 1) + i, mask, STATE_PACKED)
 
-        # The inputs of each channel, oldest first: W - 1 cells of state, then T draft tokens. Cell i of channel c
-        # of the quad is sequence[4 * i + c].
-        sequence = ()
-        for i in tl.static_range(W - 1):
-            for c in tl.static_range(4):
-                sequence = sequence + (state[c * (W - 1) + i],)
-        sequence = sequence + tokens
-
+        sequence = inputs_of_quads(state, tokens, W)
+        start = ()
+        for c in tl.static_range(4):
+            start = start + (bias[c].to(tl.float32) if HAS_BIAS else tl.zeros((QUADS,), dtype=tl.float32),)
         p_packed += i_request * T * D
         for t in tl.static_range(T):
-            out = ()
-            for c in tl.static_range(4):
-                acc = bias[c].to(tl.float32) if HAS_BIAS else tl.zeros((QUADS,), dtype=tl.float32)
-                for i in tl.static_range(W):
-                    # Oldest tap first; the product is rounded to the operands' type before the sum.
-                    acc += sequence[(t + i) * 4 + c] * weight[c * W + i]
-                if SILU:
-                    acc = acc / (1 + tl.exp(-acc))
-                out = out + (acc.to(p_packed.dtype.element_ty),)
-            _store4(p_packed + t * D, o_quad, out[0], out[1], out[2], out[3], mask, OUT_PACKED)
+            out = convolve_quads(sequence, weight, start, p_packed, t, W, SILU)
+            store4(p_packed + t * D, o_quad, out[0], out[1], out[2], out[3], mask, OUT_PACKED)
 
         i_first = i_block * QUADS
         live = slot >= 0
-        if OVERLAPPING:
-            # Window t is cells t + 1 to t + W - 1: consecutive windows share all but one cell, stored once.
-            if T == WINDOW_STEPS:
-                CELLS: tl.constexpr = T + W - 2
-                cells = _window(sequence, 1, CELLS)
-                _store_quads(p_windows, i_first, cells, live, CELLS, WINDOW_PACKED, SWAP, QUADS, D // 4)
-            else:
-                PITCH: tl.constexpr = WINDOW_STEPS + W - 2
-                for c in tl.static_range(4):
-                    for i in tl.static_range(T + W - 2):
-                        tl.store(p_windows + (o_quad * 4 + c) * PITCH + i, sequence[(1 + i) * 4 + c], mask)
-        else:
-            for t in tl.static_range(T):
-                p_step = p_windows + t * D * (W - 1)
-                cells = _window(sequence, t + 1, W - 1)
-                _store_quads(p_step, i_first, cells, live, W - 1, WINDOW_PACKED, SWAP, QUADS, D // 4)
+        STORE: tl.constexpr = "swap" if SWAP else "pairs"
+        store_windows(
+            p_windows,
+            o_quad,
+            mask,
+            i_first,
+            live,
+            sequence,
+            T,
+            D,
+            W,
+            WINDOW_STEPS,
+            OVERLAPPING,
+            WINDOW_PACKED,
+            STORE,
+            QUADS,
+        )
         # One program holds the channel, and its old state was read above.
         cells = _window(sequence, T, W - 1)
-        _store_quads(p_state, i_first, cells, live, W - 1, STATE_PACKED, SWAP, QUADS, D // 4)
+        _store_quads(p_state, o_quad, mask, i_first, live, cells, W - 1, STATE_PACKED, STORE, QUADS, D // 4)
     elif UNPACK:
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         o_z = (i_block - CONV_BLOCKS) * QUADS + tl.arange(0, QUADS)
         in_z = o_z < HV * V // 4
-        if INTERLEAVED:
-            VW: tl.constexpr = GROUP_V // 4
-            o_source = o_z // VW * (K // 2 + 2 * VW) + K // 2 + VW + o_z % VW
-        else:
-            o_source = D // 4 + o_z
+        o_source = projection_z_word(o_z, D, K, GROUP_V, INTERLEAVED)
         p_z += i_request * T * HV * V
         # All loads before the first store: the compiler keeps their order, since pointers may alias.
         z = ()
         for t in tl.static_range(T):
-            z = z + _load4(p_x + t * x_stride, o_source, in_z, X_PACKED)
+            z = z + load4(p_x + t * x_stride, o_source, in_z, X_PACKED)
         if i_block == CONV_BLOCKS:
             o_head = tl.arange(0, NP2_HV)
             in_heads = o_head < HV
-            if INTERLEAVED:
-                RATIO: tl.constexpr = HV // H
-                o_b = o_head // RATIO * 2 * RATIO + o_head % RATIO
-                o_a = o_b + RATIO
-            else:
-                o_b = o_head
-                o_a = HV + o_head
+            o_b = projection_b(o_head, HV // H, INTERLEAVED)
+            # One block of the row, or of the key head, after the b that belong to it.
+            o_a = o_b + (HV // H if INTERLEAVED else HV)
             p_ba += i_request * T * ba_stride
             gates = ()
             for t in tl.static_range(T):
@@ -342,7 +415,7 @@ def _conv_update_kernel(
                 tl.store(p_b + o_row + t * HV, gates[2 * t], in_heads)
                 tl.store(p_a + o_row + t * HV, gates[2 * t + 1], in_heads)
         for t in tl.static_range(T):
-            _store4(p_z + t * HV * V, o_z, z[4 * t], z[4 * t + 1], z[4 * t + 2], z[4 * t + 3], in_z, OUT_PACKED)
+            store4(p_z + t * HV * V, o_z, z[4 * t], z[4 * t + 1], z[4 * t + 2], z[4 * t + 3], in_z, OUT_PACKED)
 
 
 # (largest number of requests, tile): the first row that holds the batch is used; the last one serves all else.
@@ -358,7 +431,7 @@ def choose_tile(num_requests: int) -> Tile:
     return next(tile for limit, tile in _TILES if num_requests <= limit)
 
 
-def _windows_overlap(windows: torch.Tensor) -> bool:
+def windows_overlap(windows: torch.Tensor) -> bool:
     """Whether the steps of one channel share cells; raises ``ValueError`` for a layout that is neither form."""
     _, steps, dim, cells = windows.shape
     strides = windows.stride()[1:]
@@ -369,12 +442,13 @@ def _windows_overlap(windows: torch.Tensor) -> bool:
     raise ValueError(f"conv windows of shape {tuple(windows.shape)} have strides {windows.stride()}")
 
 
-def _require(holds: bool, message: str) -> None:
+def require(holds: bool, message: str) -> None:
+    """``ValueError`` with ``message`` unless it holds."""
     if not holds:
         raise ValueError(message)
 
 
-def _words(tensor: torch.Tensor, *strides: int) -> bool:
+def fits_words(tensor: torch.Tensor, *strides: int) -> bool:
     """Whether four cells of ``tensor`` can be moved as one aligned 8-byte word; ``strides`` are in elements."""
     return tensor.element_size() == 2 and tensor.data_ptr() % 8 == 0 and all(stride % _QUAD == 0 for stride in strides)
 
@@ -412,29 +486,16 @@ def conv_update(
     rows, dim = packed.shape
     width = weight.shape[1]
     num_requests = slots.shape[0]
-    _require(2 <= width <= 4, f"conv width {width} is not 2 to 4")
-    _require(dim % _QUAD == 0, f"{dim} channels are no multiple of {_QUAD}")
-    _require(
-        rows == num_requests * draft_tokens, f"{rows} rows are not {num_requests} requests x {draft_tokens} tokens"
-    )
-    _require(x.shape[0] == rows and x.shape[1] >= dim and x.stride(1) == 1, "x has no dense row for each token")
-    _require(x.dtype == packed.dtype and x.dtype == windows.dtype, "x, packed QKV and conv windows differ in dtype")
-    _require(x.dtype.is_floating_point and x.dtype.itemsize in (2, 4), f"activations are {x.dtype}")
-    _require(packed.is_contiguous() and weight.shape[0] == dim and weight.is_contiguous(), "packed or weight not dense")
-    _require(bias is None or (tuple(bias.shape) == (dim,) and bias.is_contiguous()), "bias is not dense [D]")
-    _require(tuple(conv_state.shape[1:]) == (dim, width - 1), f"conv state has shape {tuple(conv_state.shape)}")
-    _require(conv_state.stride()[1:] == (width - 1, 1), f"conv state has strides {conv_state.stride()}")
-    _require(conv_state.dtype == x.dtype, f"conv state is {conv_state.dtype}, activations are {x.dtype}")
-    _require(tuple(windows.shape[2:]) == (dim, width - 1), f"conv windows have shape {tuple(windows.shape)}")
-    _require(windows.shape[1] >= draft_tokens, f"conv windows hold {windows.shape[1]} steps, not {draft_tokens}")
-    _require(tuple(window_rows.shape) == (num_requests,), "not one window row for each request")
-    overlapping = _windows_overlap(windows)
+    require(packed.dtype == x.dtype, "x and packed QKV differ in dtype")
+    require(packed.is_contiguous(), "packed QKV is not dense")
+    overlapping = check_conv(x, rows, draft_tokens, weight, bias, conv_state, slots, windows, window_rows)
+    require(weight.shape[0] == dim, f"the weight has {weight.shape[0]} channels, packed QKV {dim}")
     tile = tile or choose_tile(num_requests)
     num_k_heads = num_v_heads = head_k_dim = head_v_dim = 1
     if unpack is not None:
         num_k_heads, head_k_dim = unpack.num_k_heads, unpack.head_k_dim
         num_v_heads, head_v_dim = unpack.z.shape[1:]
-        _check_unpack(x, dim, unpack)
+        check_unpack(x, dim, unpack)
     blocks = triton.cdiv(dim // _QUAD, tile.quads)
     if unpack is not None:
         blocks += triton.cdiv(num_v_heads * head_v_dim // _QUAD, tile.quads)
@@ -473,11 +534,11 @@ def conv_update(
         K=head_k_dim,
         V=head_v_dim,
         NP2_HV=triton.next_power_of_2(num_v_heads),
-        X_PACKED=_words(x, x.stride(0)),
-        PARAM_PACKED=_words(weight) and (bias is None or _words(bias)),
-        STATE_PACKED=_words(conv_state, conv_state.stride(0)),
-        WINDOW_PACKED=_words(windows, windows.stride(0)),
-        OUT_PACKED=all(_words(output) for output in outputs),
+        X_PACKED=fits_words(x, x.stride(0)),
+        PARAM_PACKED=fits_words(weight) and (bias is None or fits_words(bias)),
+        STATE_PACKED=fits_words(conv_state, conv_state.stride(0)),
+        WINDOW_PACKED=fits_words(windows, windows.stride(0)),
+        OUT_PACKED=all(fits_words(output) for output in outputs),
         PDL=pdl,
         SWAP=tile.swap,
         QUADS=tile.quads,
@@ -486,23 +547,55 @@ def conv_update(
     )
 
 
-def _check_unpack(x: torch.Tensor, dim: int, unpack: Unpack) -> None:
+def check_conv(
+    x: torch.Tensor,
+    rows: int,
+    draft_tokens: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_state: torch.Tensor,
+    slots: torch.Tensor,
+    windows: torch.Tensor,
+    window_rows: torch.Tensor,
+) -> bool:
+    """``ValueError`` for what :func:`conv_update` does not take; otherwise whether the windows overlap."""
+    dim, width = weight.shape
+    num_requests = slots.shape[0]
+    require(2 <= width <= 4, f"conv width {width} is not 2 to 4")
+    require(dim % _QUAD == 0, f"{dim} channels are no multiple of {_QUAD}")
+    require(rows == num_requests * draft_tokens, f"{rows} rows are not {num_requests} requests x {draft_tokens} tokens")
+    require(x.shape[0] == rows and x.shape[1] >= dim and x.stride(1) == 1, "x has no dense row for each token")
+    require(x.dtype == windows.dtype, "x and conv windows differ in dtype")
+    require(x.dtype.is_floating_point and x.dtype.itemsize in (2, 4), f"activations are {x.dtype}")
+    require(weight.is_contiguous(), "the weight is not dense")
+    require(bias is None or (tuple(bias.shape) == (dim,) and bias.is_contiguous()), "bias is not dense [D]")
+    require(tuple(conv_state.shape[1:]) == (dim, width - 1), f"conv state has shape {tuple(conv_state.shape)}")
+    require(conv_state.stride()[1:] == (width - 1, 1), f"conv state has strides {conv_state.stride()}")
+    require(conv_state.dtype == x.dtype, f"conv state is {conv_state.dtype}, activations are {x.dtype}")
+    require(tuple(windows.shape[2:]) == (dim, width - 1), f"conv windows have shape {tuple(windows.shape)}")
+    require(windows.shape[1] >= draft_tokens, f"conv windows hold {windows.shape[1]} steps, not {draft_tokens}")
+    require(tuple(window_rows.shape) == (num_requests,), "not one window row for each request")
+    return windows_overlap(windows)
+
+
+def check_unpack(x: torch.Tensor, dim: int, unpack: Unpack) -> None:
+    """``ValueError`` for a projection ``x`` or an ``unpack`` that does not fit ``dim`` channels."""
     rows = x.shape[0]
     num_v_heads, head_v_dim = unpack.z.shape[1:]
     heads = (rows, num_v_heads)
-    _require(num_v_heads % unpack.num_k_heads == 0, f"{num_v_heads} value heads for {unpack.num_k_heads} key heads")
+    require(num_v_heads % unpack.num_k_heads == 0, f"{num_v_heads} value heads for {unpack.num_k_heads} key heads")
     qk_dim = 2 * unpack.num_k_heads * unpack.head_k_dim
-    _require(dim == qk_dim + num_v_heads * head_v_dim, f"packed QKV is {dim} wide, which its heads do not make")
-    _require(x.shape[1] == dim + num_v_heads * head_v_dim, f"a projection row has {x.shape[1]} elements")
-    _require(
+    require(dim == qk_dim + num_v_heads * head_v_dim, f"packed QKV is {dim} wide, which its heads do not make")
+    require(x.shape[1] == dim + num_v_heads * head_v_dim, f"a projection row has {x.shape[1]} elements")
+    require(
         unpack.head_k_dim % _QUAD == 0 and head_v_dim % _QUAD == 0,
         f"head sizes {unpack.head_k_dim} and {head_v_dim} are no multiples of {_QUAD}",
     )
-    _require(tuple(unpack.ba.shape) == (rows, 2 * num_v_heads) and unpack.ba.stride(1) == 1, "ba has no dense rows")
-    _require(tuple(unpack.b.shape) == heads and tuple(unpack.a.shape) == heads, "b or a is not [rows, HV]")
+    require(tuple(unpack.ba.shape) == (rows, 2 * num_v_heads) and unpack.ba.stride(1) == 1, "ba has no dense rows")
+    require(tuple(unpack.b.shape) == heads and tuple(unpack.a.shape) == heads, "b or a is not [rows, HV]")
     dense = unpack.z.is_contiguous() and unpack.b.is_contiguous() and unpack.a.is_contiguous()
-    _require(dense and unpack.z.shape[0] == rows, "z, b or a is not dense")
-    _require(unpack.z.dtype == x.dtype and unpack.b.dtype == unpack.a.dtype == unpack.ba.dtype, "dtypes differ")
+    require(dense and unpack.z.shape[0] == rows, "z, b or a is not dense")
+    require(unpack.z.dtype == x.dtype and unpack.b.dtype == unpack.a.dtype == unpack.ba.dtype, "dtypes differ")
 
 
 def conv_update_ref(

@@ -32,8 +32,8 @@ HEAD_DIM = 128
 
 _WARP = 32
 _NORM_LEAF = 4
-_EPSILON = 1e-6
-_SOFTPLUS_THRESHOLD = 20.0
+NORM_EPSILON = 1e-6
+SOFTPLUS_THRESHOLD = 20.0
 # The last axis of a CUDA grid.
 _MAX_REQUESTS = 65535
 
@@ -137,6 +137,84 @@ def _l2norm(x, RECIPROCAL: tl.constexpr, EPSILON: tl.constexpr):
 
 
 @triton.jit
+def step_token(
+    b_h,
+    b_q,
+    b_k,
+    b_v,
+    p_a,
+    p_b,
+    decay_rate,
+    dt_bias,
+    i_v,
+    i_hv,
+    i_t,
+    slot,
+    row,
+    o_k,
+    o_v,
+    o_state,
+    p_out,
+    p_snapshots,
+    p_raw_v,
+    p_raw_k,
+    p_ring_g,
+    p_ring_beta,
+    stride_raw_v_slot,
+    stride_raw_v_head,
+    stride_raw_v_step,
+    stride_raw_k_slot,
+    stride_raw_k_head,
+    stride_raw_k_step,
+    stride_g_slot,
+    stride_g_head,
+    stride_g_step,
+    stride_beta_slot,
+    stride_beta_head,
+    stride_beta_step,
+    ring_length,
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    RING: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    EPSILON: tl.constexpr,
+):
+    """One token over the state ``b_h`` [K, BV], with everything that is stored for it; returns the state."""
+    i_h = i_hv // (HV // H)
+    x = tl.load(p_a).to(tl.float32) + dt_bias
+    g = decay_rate * tl.where(x <= THRESHOLD, tl.log(1.0 + tl.exp(x)), x)
+    beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
+
+    # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
+    if RING:  # noqa: SIM102
+        if slot >= 0 and i_t < ring_length:
+            p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
+            tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
+            if i_v == 0:
+                tl.store(p_ring_g + slot * stride_g_slot + i_hv * stride_g_head + i_t * stride_g_step, g)
+                p_kept = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head + i_t * stride_beta_step
+                tl.store(p_kept, beta)
+                if i_hv % (HV // H) == 0:
+                    p_kept_k = p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + i_t * stride_raw_k_step
+                    tl.store(p_kept_k + o_k, b_k.to(p_raw_k.dtype.element_ty))
+
+    b_q = _l2norm(b_q, RECIPROCAL, EPSILON) * scale
+    b_k = _l2norm(b_k, RECIPROCAL, EPSILON)
+    b_h *= tl.exp(g)
+    b_v -= tl.sum(b_h * b_k[:, None], 0)
+    b_v *= beta
+    b_h += b_k[:, None] * b_v[None, :]
+    b_o = tl.sum(b_h * b_q[:, None], 0)
+    tl.store(p_out + o_v, b_o.to(p_out.dtype.element_ty))
+    if not RING:  # noqa: SIM102
+        if row >= 0:
+            tl.store(p_snapshots + o_state, b_h.to(p_snapshots.dtype.element_ty))
+    return b_h
+
+
+@triton.jit
 def _recurrent_verify_kernel(
     p_q,
     p_k,
@@ -221,36 +299,51 @@ def _recurrent_verify_kernel(
         b_q = tl.load(p_q + o_k).to(tl.float32)
         b_k = tl.load(p_k + o_k).to(tl.float32)
         b_v = tl.load(p_v + o_v).to(tl.float32)
-        x = tl.load(p_a).to(tl.float32) + dt_bias
-        g = decay_rate * tl.where(x <= THRESHOLD, tl.log(1.0 + tl.exp(x)), x)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
-
-        # Nested here and below: the outer one is decided when compiling, and a joint one would not be.
-        if RING:  # noqa: SIM102
-            if slot >= 0 and i_t < ring_length:
-                p_kept_v = p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + i_t * stride_raw_v_step
-                tl.store(p_kept_v + o_v, b_v.to(p_raw_v.dtype.element_ty))
-                if i_v == 0:
-                    tl.store(p_ring_g + slot * stride_g_slot + i_hv * stride_g_head + i_t * stride_g_step, g)
-                    p_kept = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head + i_t * stride_beta_step
-                    tl.store(p_kept, beta)
-                    if i_hv % (HV // H) == 0:
-                        p_kept_k = (
-                            p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + i_t * stride_raw_k_step
-                        )
-                        tl.store(p_kept_k + o_k, b_k.to(p_raw_k.dtype.element_ty))
-
-        b_q = _l2norm(b_q, RECIPROCAL, EPSILON) * scale
-        b_k = _l2norm(b_k, RECIPROCAL, EPSILON)
-        b_h *= tl.exp(g)
-        b_v -= tl.sum(b_h * b_k[:, None], 0)
-        b_v *= beta
-        b_h += b_k[:, None] * b_v[None, :]
-        b_o = tl.sum(b_h * b_q[:, None], 0)
-        tl.store(p_out + o_v, b_o.to(p_out.dtype.element_ty))
+        b_h = step_token(
+            b_h,
+            b_q,
+            b_k,
+            b_v,
+            p_a,
+            p_b,
+            decay_rate,
+            dt_bias,
+            i_v,
+            i_hv,
+            i_t,
+            slot,
+            row,
+            o_k,
+            o_v,
+            o_state,
+            p_out,
+            p_snapshots,
+            p_raw_v,
+            p_raw_k,
+            p_ring_g,
+            p_ring_beta,
+            stride_raw_v_slot,
+            stride_raw_v_head,
+            stride_raw_v_step,
+            stride_raw_k_slot,
+            stride_raw_k_head,
+            stride_raw_k_step,
+            stride_g_slot,
+            stride_g_head,
+            stride_g_step,
+            stride_beta_slot,
+            stride_beta_head,
+            stride_beta_step,
+            ring_length,
+            scale,
+            H,
+            HV,
+            RING,
+            RECIPROCAL,
+            THRESHOLD,
+            EPSILON,
+        )
         if not RING:
-            if row >= 0:
-                tl.store(p_snapshots + o_state, b_h.to(p_snapshots.dtype.element_ty))
             p_snapshots += stride_snapshot_step
 
         p_q += stride_q
@@ -299,6 +392,156 @@ def _l2norm_rows(
 def _scalar(memory, LAYOUT: gl.constexpr):
     """The one element of a [1] piece of shared memory."""
     return gl.sum(memory.load(LAYOUT), 0)
+
+
+@gluon.jit
+def prepare_tokens(
+    raw_q,
+    raw_k,
+    raw_v,
+    raw_a,
+    raw_b,
+    raw_a_log,
+    dt_bias,
+    s_q,
+    s_k,
+    s_v,
+    s_decay,
+    s_beta,
+    i_v,
+    i_hv,
+    slot,
+    tokens,
+    first,
+    first_column,
+    p_raw_v,
+    p_raw_k,
+    p_ring_g,
+    p_ring_beta,
+    stride_raw_v_slot,
+    stride_raw_v_head,
+    stride_raw_v_step,
+    stride_raw_k_slot,
+    stride_raw_k_head,
+    stride_raw_k_step,
+    stride_g_slot,
+    stride_g_head,
+    stride_g_step,
+    stride_beta_slot,
+    stride_beta_head,
+    stride_beta_step,
+    ring_length,
+    scale,
+    H: gl.constexpr,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    BT: gl.constexpr,
+    RING: gl.constexpr,
+    RECIPROCAL: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    EPSILON: gl.constexpr,
+    NORM_LEAF: gl.constexpr,
+    ROW: gl.constexpr,
+    VALUE: gl.constexpr,
+    GATE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):
+    """Gates and norms of BT tokens from their raw inputs: into shared memory, and the raw ones into the ring.
+
+    The raw inputs lie in ROW (q, k), VALUE (v, COLUMNS of it from ``first_column``) and GATE.
+    """
+    i_h = i_hv // (HV // H)
+    o_k = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
+    o_v = gl.arange(0, COLUMNS, gl.SliceLayout(0, VALUE))[None, :]
+    i_k_row = gl.arange(0, BT, gl.SliceLayout(1, ROW))[:, None]
+    i_v_row = gl.arange(0, BT, gl.SliceLayout(1, VALUE))[:, None]
+    i_gate = gl.arange(0, BT, gl.SliceLayout(1, GATE))
+    b_k = raw_k.to(gl.float32)
+    b_v = raw_v.to(gl.float32)
+    x = raw_a.to(gl.float32) + dt_bias
+    g = -gl.exp(raw_a_log.to(gl.float32)) * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
+    beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
+
+    if RING:  # noqa: SIM102
+        if slot >= 0:
+            kept = gl.minimum(tokens, ring_length) - first
+            p_kept_v = (
+                p_raw_v + slot * stride_raw_v_slot + i_hv * stride_raw_v_head + first * stride_raw_v_step + first_column
+            )
+            o_kept_v = i_v_row * stride_raw_v_step + o_v
+            gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
+            if i_v == 0:
+                p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
+                gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
+                p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
+                gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
+                if i_hv % (HV // H) == 0:
+                    p_kept_k = p_raw_k + slot * stride_raw_k_slot + i_h * stride_raw_k_head + first * stride_raw_k_step
+                    o_kept_k = i_k_row * stride_raw_k_step + o_k
+                    gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
+
+    b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
+    s_q.store(b_q)
+    s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
+    s_v.store(b_v)
+    s_decay.store(gl.expand_dims(gl.exp(g), 1))
+    s_beta.store(gl.expand_dims(beta, 1))
+    # Here once, so that the compiler needs none in the loop over tokens.
+    tl.debug_barrier()
+
+
+@gluon.jit
+def run_tokens(
+    b_h,
+    s_q_of,
+    s_k_of,
+    s_v_of,
+    s_decay_of,
+    s_beta_of,
+    p_out_t,
+    p_snapshot,
+    stride_snapshot_step,
+    row,
+    count,
+    i_b,
+    o_column,
+    o_state,
+    HV: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BV: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    RING: gl.constexpr,
+    LEAF: gl.constexpr,
+    LANES: gl.constexpr,
+    STATE: gl.constexpr,
+    GATE: gl.constexpr,
+    STORE_CACHE: gl.constexpr,
+    STORE_EVICT: gl.constexpr,
+):
+    """``count`` prepared tokens over the state ``b_h`` of BV columns: outputs and snapshots.
+
+    Returns the state and the pointers after them.
+    """
+    BY_K: gl.constexpr = gl.SliceLayout(0, STATE)
+    BY_V: gl.constexpr = gl.SliceLayout(1, STATE)
+    BY_TOKEN: gl.constexpr = gl.SliceLayout(1, GATE)
+    for i_t in range(count):
+        b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
+        b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
+        b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
+        b_v_t = s_v_of.index(i_t * BLOCKS + i_b).load(BY_V) - gl.convert_layout(b_dot, BY_V)
+        b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
+        b_h += b_k_t * b_v_t[:, None]
+        b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
+        gl.store(p_out_t + o_column, gl.convert_layout(b_o, BY_V).to(p_out_t.dtype.element_ty))
+        p_out_t += HV * V
+        if not RING:
+            if row >= 0:
+                b_kept = b_h.to(p_snapshot.dtype.element_ty)
+                gl.store(p_snapshot + o_state, b_kept, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
+            p_snapshot += stride_snapshot_step
+    return b_h, p_out_t, p_snapshot
 
 
 @gluon.jit
@@ -426,9 +669,8 @@ def _recurrent_verify_explicit_kernel(
             async_copy.async_copy_global_to_shared(s_state, p_state + o_state, mask=present)
             async_copy.commit_group()
         p_out_t = p_out + i_b * BV
-        p_snapshot = p_snapshots
-        if not RING:
-            p_snapshot += i_b * (BV * K)
+        # With a ring there are no snapshots; the pointer is a stand-in that a loop can carry.
+        p_snapshot = p_out if RING else p_snapshots + i_b * (BV * K)
 
         for first in range(0, tokens, BT):
             # All blocks share what is prepared, unless there are more tokens than it holds.
@@ -441,66 +683,89 @@ def _recurrent_verify_explicit_kernel(
                 raw_b = gl.load(p_b + (first + i_gate) * stride_b, mask=i_gate < left, other=0.0)
                 raw_a_log = gl.load(p_a_log + i_hv)
                 dt_bias = gl.load(p_dt_bias + i_hv).to(gl.float32)
-                b_k = raw_k.to(gl.float32)
-                b_v = raw_v.to(gl.float32)
-                x = raw_a.to(gl.float32) + dt_bias
-                g = -gl.exp(raw_a_log.to(gl.float32)) * gl.where(x <= THRESHOLD, gl.log(1.0 + gl.exp(x)), x)
-                beta = 1.0 / (1.0 + gl.exp(-raw_b.to(gl.float32)))
-
-                if RING:  # noqa: SIM102
-                    if slot >= 0:
-                        kept = gl.minimum(tokens, ring_length) - first
-                        p_kept_v = (
-                            p_raw_v
-                            + slot * stride_raw_v_slot
-                            + i_hv * stride_raw_v_head
-                            + first * stride_raw_v_step
-                            + first_column
-                        )
-                        o_kept_v = i_v_row * stride_raw_v_step + o_v
-                        gl.store(p_kept_v + o_kept_v, b_v.to(p_raw_v.dtype.element_ty), mask=i_v_row < kept)
-                        if i_v == 0:
-                            p_kept_g = p_ring_g + slot * stride_g_slot + i_hv * stride_g_head
-                            gl.store(p_kept_g + (first + i_gate) * stride_g_step, g, mask=i_gate < kept)
-                            p_kept_beta = p_ring_beta + slot * stride_beta_slot + i_hv * stride_beta_head
-                            gl.store(p_kept_beta + (first + i_gate) * stride_beta_step, beta, mask=i_gate < kept)
-                            if i_hv % (HV // H) == 0:
-                                p_kept_k = (
-                                    p_raw_k
-                                    + slot * stride_raw_k_slot
-                                    + i_h * stride_raw_k_head
-                                    + first * stride_raw_k_step
-                                )
-                                o_kept_k = i_k_row * stride_raw_k_step + o_k
-                                gl.store(p_kept_k + o_kept_k, b_k.to(p_raw_k.dtype.element_ty), mask=i_k_row < kept)
-
-                b_q = _l2norm_rows(raw_q.to(gl.float32), BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON) * scale
-                s_q.store(b_q)
-                s_k.store(_l2norm_rows(b_k, BT, NORM_LEAF, K, ROW, RECIPROCAL, EPSILON))
-                s_v.store(b_v)
-                s_decay.store(gl.expand_dims(gl.exp(g), 1))
-                s_beta.store(gl.expand_dims(beta, 1))
-                # Here once, so that the compiler needs none in the loop over tokens.
-                tl.debug_barrier()
+                prepare_tokens(
+                    raw_q,
+                    raw_k,
+                    raw_v,
+                    raw_a,
+                    raw_b,
+                    raw_a_log,
+                    dt_bias,
+                    s_q,
+                    s_k,
+                    s_v,
+                    s_decay,
+                    s_beta,
+                    i_v,
+                    i_hv,
+                    slot,
+                    tokens,
+                    first,
+                    first_column,
+                    p_raw_v,
+                    p_raw_k,
+                    p_ring_g,
+                    p_ring_beta,
+                    stride_raw_v_slot,
+                    stride_raw_v_head,
+                    stride_raw_v_step,
+                    stride_raw_k_slot,
+                    stride_raw_k_head,
+                    stride_raw_k_step,
+                    stride_g_slot,
+                    stride_g_head,
+                    stride_g_step,
+                    stride_beta_slot,
+                    stride_beta_head,
+                    stride_beta_step,
+                    ring_length,
+                    scale,
+                    H,
+                    HV,
+                    K,
+                    BT,
+                    RING,
+                    RECIPROCAL,
+                    THRESHOLD,
+                    EPSILON,
+                    NORM_LEAF,
+                    ROW,
+                    VALUE,
+                    GATE,
+                    BLOCKS * BV,
+                )
 
             if first == 0:
                 # As stock, which adds the state to zeros: no -0.
                 b_h += 0.0
-            for i_t in range(gl.minimum(tokens - first, BT)):
-                b_k_t = s_k_of.index(i_t).load(BY_K)[None, :]
-                b_h *= _scalar(s_decay_of.index(i_t), BY_TOKEN)
-                b_dot = _sum_pairs(b_h * b_k_t, BV, LEAF, K, LANES)
-                b_v_t = s_v_of.index(i_t * BLOCKS + i_b).load(BY_V) - gl.convert_layout(b_dot, BY_V)
-                b_v_t *= _scalar(s_beta_of.index(i_t), BY_TOKEN)
-                b_h += b_k_t * b_v_t[:, None]
-                b_o = _sum_pairs(b_h * s_q_of.index(i_t).load(BY_K)[None, :], BV, LEAF, K, LANES)
-                gl.store(p_out_t + o_column, gl.convert_layout(b_o, BY_V).to(p_out.dtype.element_ty))
-                p_out_t += HV * V
-                if not RING:
-                    if row >= 0:
-                        b_kept = b_h.to(p_snapshots.dtype.element_ty)
-                        gl.store(p_snapshot + o_state, b_kept, cache_modifier=STORE_CACHE, eviction_policy=STORE_EVICT)
-                    p_snapshot += stride_snapshot_step
+            b_h, p_out_t, p_snapshot = run_tokens(
+                b_h,
+                s_q_of,
+                s_k_of,
+                s_v_of,
+                s_decay_of,
+                s_beta_of,
+                p_out_t,
+                p_snapshot,
+                stride_snapshot_step,
+                row,
+                gl.minimum(tokens - first, BT),
+                i_b,
+                o_column,
+                o_state,
+                HV,
+                K,
+                V,
+                BV,
+                BLOCKS,
+                RING,
+                LEAF,
+                LANES,
+                STATE,
+                GATE,
+                STORE_CACHE,
+                STORE_EVICT,
+            )
 
         if BLOCKS > 1:
             async_copy.wait_group(0)
@@ -584,27 +849,10 @@ def recurrent_verify(
     HV, V = v.shape[2:]
     N = starts.shape[0] - 1
     _check_inputs(q, k, v, a, b, a_log, dt_bias, state, slots, starts)
-    if isinstance(kept, FoldRing):
-        protocol, length = "ring", _check_ring(kept, H, HV)
-        # In the kernel's order: snapshots, rows, then the ring; then the strides of each.
-        buffers = (None, None, *kept)
-        strides = (0, 0, *(stride for buffer in kept for stride in buffer.stride()[:3]))
-    else:
-        protocol, length = "snapshots", 0
-        _check_snapshots(kept, state, N)
-        buffers = (*kept, None, None, None, None)
-        strides = (*kept.states.stride()[:2], *(0,) * 12)
+    protocol, buffers, measures = kept_arguments(kept, state, N, H)
     if config is None:
         config = choose(protocol, state.dtype, N * HV, q.device)
-    constants: dict[str, Any] = {}
-    options: dict[str, Any] = {"num_warps": config.warps}
-    if config.implementation == "explicit":
-        constants = explicit_layouts(config, 16 // state.element_size())
-        constants["BT"] = 4 if rows <= 4 * N else 8
-        if config.max_registers is not None:
-            options["maxnreg"] = config.max_registers
-    elif config.implementation != "portable" or config.warps != 1:
-        raise ValueError(f"{config} is neither an explicit one nor a portable one with one warp")
+    options = launch_options(config, state, 4 if rows <= 4 * N else 8)
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     if not N or not rows:
         return out
@@ -631,8 +879,7 @@ def recurrent_verify(
         a.stride(-2),
         b.stride(-2),
         state.stride(0),
-        *strides,
-        length,
+        *measures,
         H=H,
         HV=HV,
         K=K,
@@ -640,13 +887,40 @@ def recurrent_verify(
         BV=config.columns,
         RING=protocol == "ring",
         RECIPROCAL=reciprocal_norm,
-        THRESHOLD=_SOFTPLUS_THRESHOLD,
-        EPSILON=_EPSILON,
+        THRESHOLD=SOFTPLUS_THRESHOLD,
+        EPSILON=NORM_EPSILON,
         OVERLAP=overlap,
-        **constants,
         **options,
     )
     return out
+
+
+def kept_arguments(
+    kept: FoldRing | Snapshots, state: torch.Tensor, N: int, H: int
+) -> tuple[str, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """The protocol, and the kernels' arguments for what is kept; ``ValueError`` for what does not fit ``state``.
+
+    First the buffers: snapshots, their rows, then the ring's four. Then the strides of each in the same order and the
+    length of the ring.
+    """
+    if isinstance(kept, FoldRing):
+        length = _check_ring(kept, H, state.shape[1])
+        return "ring", (None, None, *kept), (0, 0, *(n for buffer in kept for n in buffer.stride()[:3]), length)
+    _check_snapshots(kept, state, N)
+    return "snapshots", (*kept, None, None, None, None), (*kept.states.stride()[:2], *(0,) * 13)
+
+
+def launch_options(config: Config, state: torch.Tensor, tokens: int) -> dict[str, Any]:
+    """The keyword arguments of a launch that come from ``config``; an explicit one prepares ``tokens`` at a time."""
+    options: dict[str, Any] = {"num_warps": config.warps}
+    if config.implementation == "explicit":
+        options |= explicit_layouts(config, 16 // state.element_size())
+        options["BT"] = tokens
+        if config.max_registers is not None:
+            options["maxnreg"] = config.max_registers
+    elif config.implementation != "portable" or config.warps != 1:
+        raise ValueError(f"{config} is neither an explicit one nor a portable one with one warp")
+    return options
 
 
 def choose(protocol: str, state_dtype: torch.dtype, heads: int, device: torch.device) -> Config:
@@ -687,13 +961,30 @@ def _check_inputs(
 ) -> None:
     _, rows, H, K = k.shape
     HV, V = v.shape[2:]
-    N = starts.shape[0] - 1
     _require((K, V) == (HEAD_DIM, HEAD_DIM), f"head dims {K} and {V}, only {HEAD_DIM} is taken")
     _require(H > 0 and HV % H == 0, f"{HV} value heads do not divide among {H} key heads")
     _require(q.shape == k.shape == (1, rows, H, K), f"q is {tuple(q.shape)}, k is {tuple(k.shape)}")
     _require(v.shape == (1, rows, HV, V), f"v is {tuple(v.shape)}, k has {rows} rows")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require(_dense(tensor, 2), f"{name} has strides {tensor.stride()}")
+    check_recurrence(rows, HV, a, b, a_log, dt_bias, state, slots, starts)
+
+
+def check_recurrence(
+    rows: int,
+    HV: int,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
+    """``ValueError`` for what :func:`recurrent_verify` does not take beside q, k and v."""
+    N = starts.shape[0] - 1
     _require(0 <= N <= _MAX_REQUESTS, f"{N} requests")
-    for name, tensor, axes in (("q", q, 2), ("k", k, 2), ("v", v, 2), ("state", state, 3), ("a", a, 1), ("b", b, 1)):
+    for name, tensor, axes in (("state", state, 3), ("a", a, 1), ("b", b, 1)):
         _require(_dense(tensor, axes), f"{name} has strides {tensor.stride()}")
     for name, tensor in (("a", a), ("b", b)):
         _require(tensor.shape[-2:] == (rows, HV) and tensor.numel() == rows * HV, f"{name} is {tuple(tensor.shape)}")
@@ -705,7 +996,7 @@ def _check_inputs(
     ):
         _require(tensor.dim() == 1 and tensor.shape[0] >= least, f"{name} is {tuple(tensor.shape)}")
         _require(_dense(tensor, 1), f"{name} has stride {tensor.stride()}")
-    _require(state.shape[1:] == (HV, V, K), f"state is {tuple(state.shape)}")
+    _require(state.shape[1:] == (HV, HEAD_DIM, HEAD_DIM), f"state is {tuple(state.shape)}")
     _require(state.dtype in (torch.float32, torch.bfloat16, torch.float16), f"state is {state.dtype}")
     # With less the compiler would load stock's state in smaller pieces and add in another order.
     aligned = state.data_ptr() % 16 == 0 and (state.shape[0] == 1 or state.stride(0) % 16 == 0)
@@ -756,9 +1047,9 @@ def recurrent_verify_ref(
     """
     q, k, v, a, b, a_log, dt_bias, h = (x.double() for x in (q, k, v, a, b, a_log, dt_bias, state))
     ratio = v.shape[1] // k.shape[1]
-    g = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias, threshold=_SOFTPLUS_THRESHOLD)
+    g = -a_log.exp() * torch.nn.functional.softplus(a + dt_bias, threshold=SOFTPLUS_THRESHOLD)
     beta = b.sigmoid()
-    q, k = (x / (x.square().sum(-1, keepdim=True) + _EPSILON).sqrt() for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPSILON).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(ratio, 1) for x in (q * q.shape[-1] ** -0.5, k))
     outputs, states = [], []
     for i_t in range(q.shape[0]):
