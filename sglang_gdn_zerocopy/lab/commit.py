@@ -1,16 +1,21 @@
 """A release's own commit of accepted tokens: what its server calls once it knows how many drafts of a verify hold.
 
-From 0.5.14 on that is one function for every protocol. It copies the accepted snapshots and conv windows into the pools,
-folds the ring into the state, or moves the ring's cursors. In 0.5.13 it is the hybrid backend's method alone.
+From 0.5.14 on that is one function for every protocol. It copies the accepted conv windows into the pool, and copies the
+accepted snapshot to the state, folds the ring into it, or moves the ring's cursors and folds a full ring. In 0.5.13 it is
+the hybrid backend's method alone, which that function also calls for snapshots.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
-from types import SimpleNamespace
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import triton.language as tl
 
 from sglang_gdn_zerocopy.lab.cases import TREE_PARENTS, Case
 from sglang_gdn_zerocopy.lab.world import World
@@ -18,6 +23,7 @@ from sglang_gdn_zerocopy.records import Protocol
 
 _MODULE = "sglang.srt.speculative.spec_utils"
 _FUNCTION = "commit_mamba_states_after_verify"
+_FOLD_MODULE = "sglang.kernels.ops.attention.fla.gdn_replayssm_spec_fold"
 
 
 def last_nodes(case: Case, seed: int) -> tuple[int, ...]:
@@ -36,16 +42,16 @@ class Commit:
     """A mounted or installed release's commit."""
 
     def __init__(self) -> None:
-        self._module = importlib.import_module(_MODULE)
-        self._function = getattr(self._module, _FUNCTION, None)
-        if hasattr(self._module, "mambaish_config"):
+        module = _import()
+        self._function = getattr(module, _FUNCTION, None)
+        if hasattr(module, "mambaish_config"):
             # Asked whether the model has recurrent layers; there is no model here.
-            self._module.mambaish_config = lambda config: True
+            vars(module)["mambaish_config"] = lambda config: True
 
     @property
-    def name(self) -> str:
-        """What is called."""
-        return _FUNCTION if self._function else "update_mamba_state_after_mtp_verify"
+    def overlapping_windows(self) -> bool:
+        """Whether it takes overlapping conv windows; without them, as in 0.5.13, a server's windows are dense."""
+        return self._function is not None
 
     def __call__(self, world: World, hybrid: Any, nodes: tuple[int, ...]) -> None:
         """Commit ``world`` after its verify: request i up to its draft token ``nodes[i]``.
@@ -62,6 +68,11 @@ class Commit:
         pool = hybrid.linear_attn_backend.req_to_token_pool
         state = pool.mamba2_layer_cache(0)
         every_layer = SimpleNamespace(**{name: _all_layers(buffer) for name, buffer in vars(state).items()})
+        if device.type == "cpu":
+            every_layer.conv = [_as_bfloat16(buffer) for buffer in every_layer.conv]
+            every_layer.intermediate_conv_window = [_as_bfloat16(one) for one in every_layer.intermediate_conv_window]
+            if case.protocol is Protocol.FOLD_RING:
+                _count_in_triton(_FOLD_MODULE)
         vars(pool).update(
             get_speculative_mamba2_params_all_layers=lambda: every_layer,
             get_mamba_indices=lambda requests: world.metadata.mamba_cache_indices[requests],
@@ -95,6 +106,15 @@ def _path(case: Case, node: int) -> list[int]:
     return path
 
 
+def _import() -> ModuleType:
+    """The module of the common commit. Off a GPU what it compiles with torch.compile, none of it on a commit's way, is
+    left as it is: that compiler takes seconds to import."""
+    if torch.cuda.is_available():
+        return importlib.import_module(_MODULE)
+    with mock.patch.object(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated)):
+        return importlib.import_module(_MODULE)
+
+
 class _SaysCuda(torch.Tensor):
     """A CPU tensor for functions that refuse one; the kernels behind them run in the Triton interpreter."""
 
@@ -110,3 +130,18 @@ def _all_layers(buffer: Any) -> Any:
     if isinstance(buffer, list | tuple):
         return [_all_layers(one) for one in buffer]
     return _served(buffer[None]) if isinstance(buffer, torch.Tensor) else buffer
+
+
+def _as_bfloat16(buffer: torch.Tensor) -> torch.Tensor:
+    """The same 16-bit memory as production's type, for which a commit has another launch. It moves bits only."""
+    return buffer.view(torch.bfloat16) if buffer.dtype == torch.float16 else buffer
+
+
+def _count_in_triton(module: str) -> None:
+    """Let ``module``'s loops in the interpreter count in Triton's integers, as compiled ones do; Python's, which the
+    interpreter counts in, lack their methods."""
+    vars(importlib.import_module(module))["range"] = _triton_range
+
+
+def _triton_range(*bounds: Any) -> Iterator[Any]:
+    return (tl.full((), number, tl.int32) for number in builtins.range(*bounds))

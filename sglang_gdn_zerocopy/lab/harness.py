@@ -79,6 +79,7 @@ class Harness:
         )
         self._count_no_self_test()
         self._commit = Commit()
+        self.overlapping_windows = self._commit.overlapping_windows
         self._backend_class = getattr(self.module, BACKEND_CLASS)
         ring_verify = getattr(self._backend_class, "_replayssm_target_verify", None)
         # From 0.5.20 the circular ring is keyed by request and keeps low parts of its 16-bit records.

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What is under comparison: the backend with its dispatcher, the conv, the copy, the recurrence, the circular ring, and the
-# kernels of the commit.
+# What is under comparison: the backend with its dispatcher, the conv, the copy, the recurrence, the circular ring, and
+# the kernels of the commit.
 _REAL_BELOW = (
     "sglang.srt.layers.attention.",
     "sglang.kernels.ops.",
@@ -35,6 +35,7 @@ _REAL_FILES = frozenset(
         "gdn_replayssm_spec_decode",
         "gdn_replayssm_spec_fold",
         "mamba_state_scatter_triton",
+        "ptr_table",
     }
 )
 # The way from a model's GDN layer to the backend, and the commit after a verify.
