@@ -43,7 +43,8 @@ def add_parser(commands: Any) -> None:
         help="compare stock target verify with and without the overlay, bit by bit",
         description="Runs a stock release's own forward_extend and Triton kernels without and with the overlay, then "
         "the release's own commit of accepted tokens, and compares the bits of every result. An installed SGLang is "
-        "used where there is a GPU; any other release is fetched over pip as a wheel. Without a GPU the kernels run in the Triton interpreter.",
+        "used where there is a GPU; any other release is fetched over pip as a wheel. Without a GPU the kernels run in "
+        "the Triton interpreter.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(

@@ -1,8 +1,8 @@
 """A release's own commit of accepted tokens: what its server calls once it knows how many drafts of a verify hold.
 
-From 0.5.14 on that is one function for every protocol. It copies the accepted conv windows into the pool, and copies the
-accepted snapshot to the state, folds the ring into it, or moves the ring's cursors and folds a full ring. In 0.5.13 it is
-the hybrid backend's method alone, which that function also calls for snapshots.
+From 0.5.14 on that is one function for every protocol. It copies the accepted conv windows into the pool; for the state
+it copies the accepted snapshot, replays the fold ring, or moves the circular ring's cursors and folds a full one. For
+snapshots it calls the hybrid backend's method, which in 0.5.13 is the whole commit.
 """
 
 from __future__ import annotations
