@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import CASES, Case
 from sglang_gdn_zerocopy.lab.commit import last_nodes
 from sglang_gdn_zerocopy.lab.comparison import compare
@@ -106,6 +108,17 @@ def test_a_commit_takes_the_accepted_step(harness: Harness, tree: bool) -> None:
         assert torch.equal(world.tensors["conv_state"][slot], windows[request, node])
         assert torch.equal(world.tensors["state"][slot], snapshots[request, node])
     assert torch.equal(world.tensors["state"][[1, 2, 4]], before[[1, 2, 4]])
+
+
+def test_a_ring_folds_to_the_accepted_snapshot(harness: Harness) -> None:
+    kept = Case("c", num_v_heads=1, slots=(3, 1, 2), draft_tokens=3)
+    states = []
+    for case in (kept, replace(kept, protocol=Protocol.FOLD_RING, ring_steps=3)):
+        world = build_world(case, 1, "cpu", low_parts=False)
+        harness.verify(world)
+        harness.commit(world, (2, 0, 1))
+        states.append(world.tensors["state"])
+    assert same_bits(*states)
 
 
 def test_accepted_lengths() -> None:
