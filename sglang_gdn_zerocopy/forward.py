@@ -112,6 +112,8 @@ class _Plan:
 # Routes on which the bundled conv runs.
 _FUSED = (Route.FUSED_CONV, Route.BUNDLED)
 
+_STATE_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
 _PLAN: ContextVar[_Plan | None] = ContextVar("gdn_zerocopy_plan", default=None)
 _LAYER_CALL: ContextVar[_LayerCall | None] = ContextVar("gdn_zerocopy_layer_call", default=None)
 
@@ -466,8 +468,8 @@ class Overlay:
     def _choose_one_launch(self, shape: CallShape, device: torch.device) -> Config | None:
         protocol = "ring" if shape.protocol is Protocol.FOLD_RING else "snapshots"
         heads = shape.num_requests * shape.num_v_heads
-        state_dtype = getattr(torch, shape.state_dtype, None)
-        return together.choose(protocol, state_dtype, heads, shape.draft_tokens, device)
+        state_dtype = _STATE_DTYPES.get(shape.state_dtype)
+        return together.choose(protocol, state_dtype, heads, shape.draft_tokens, device) if state_dtype else None
 
     def _launch_both(
         self,

@@ -6,7 +6,7 @@ Without a GPU the table of choices never says so; here it is made to, with the p
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import activation, forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels import conv_verify as kernel
-from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE
+from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE, Inputs
 from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.comparison import poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.self_test import one_launch as self_test
@@ -30,12 +31,18 @@ CASES = pytest.mark.parametrize("case", [LAYER, NEXT, PACKED, RING, PADDED], ids
 RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
 TOGETHER = ("recurrence", "bundled, with the conv in one launch")
 
-pytestmark = pytest.mark.usefixtures("chosen", "switched_on")
+pytestmark = pytest.mark.usefixtures("chosen", "switched_on", "poisoned")
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "choose", lambda *args: PORTABLE)
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 def assert_as_stock(twin: Twin, conv_state: bool) -> None:
@@ -174,7 +181,7 @@ def test_views_of_packed_qkv_are_told_from_others() -> None:
     q, k, v = (part.view(1, 6, -1, 128) for part in torch.split(packed, [128, 128, 256], dim=1))
 
     def inputs(*parts: torch.Tensor) -> Any:
-        return forward.Inputs(*parts, *[packed] * 7)
+        return Inputs(*parts, *[packed] * 7)
 
     assert forward._reads_all_of(packed, inputs(q, k, v))
     assert not forward._reads_all_of(packed, inputs(k, q, v))

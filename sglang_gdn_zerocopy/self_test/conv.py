@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,7 @@ class ConvInputs(NamedTuple):
     windows: torch.Tensor
     window_rows: torch.Tensor
     unpack: Unpack | None
-    heads: tuple[int, int, int, int]
+    heads: Sequence[int]
 
 
 def conv_inputs(shape: ConvShape, with_unpack: bool) -> ConvInputs:
@@ -136,12 +136,12 @@ def conv_inputs(shape: ConvShape, with_unpack: bool) -> ConvInputs:
     windows = torch.empty_strided(
         (requests, *shape.windows_shape), shape.windows_stride, dtype=shape.x_dtype, device=shape.device
     ).fill_(float("nan"))
-    unpack, heads = None, (0, 0, 0, 0)
+    unpack, heads = None, [0]
     if shape.heads is not None and with_unpack:
-        *sizes, interleaved = shape.heads
-        num_k_heads, num_v_heads, head_k_dim, head_v_dim = heads = tuple(sizes)
+        *heads, interleaved = shape.heads
+        num_k_heads, num_v_heads, head_k_dim, _ = heads
         ba = strided((rows, 2 * num_v_heads), (shape.ba_stride, 1))
-        z, b, a = poison((rows, num_v_heads, head_v_dim)), poison((rows, num_v_heads)), poison((rows, num_v_heads))
+        z, b, a = poison((rows, num_v_heads, shape.heads[3])), poison((rows, num_v_heads)), poison((rows, num_v_heads))
         unpack = Unpack(ba, z, b, a, interleaved, num_k_heads, head_k_dim)
     return ConvInputs(
         x=x,

@@ -57,7 +57,7 @@ def one_launch_difference(
     stock, mine = (_run(shape, ours, stock_conv, stock_unpack, stock_recurrence) for ours in (False, True))
     live = [request for request, slot in enumerate(SLOTS) if slot >= 0]
     for results in (stock, mine):
-        # Stock leaves packed QKV of a request without slot unwritten, and with it all that comes of it.
+        # Of a request without slot stock computes what it makes of memory that nobody wrote.
         results["output"] = results["output"].view(len(SLOTS), -1)[live]
         if "states" in results:
             results["states"] = results["states"][live]
@@ -103,12 +103,15 @@ def _run(
         untouched = torch.tensor(same_bits(front.state, before))
     else:
         mixed, gates = front.x, {}
+        without = [request for request, slot in enumerate(SLOTS) if slot < 0]
         if unpack is not None and stock_unpack is not None:
             mixed, z, b, a = stock_unpack(front.x, unpack.ba, *front.heads)
             gates = {"z": z, "b": b, "a": a}
             inputs = inputs._replace(a=a.view(inputs.a.shape), b=b.view(inputs.b.shape))
         arguments = (front.weight, front.bias, shape.conv.silu, front.state, front.slots, front.windows)
         packed = stock_conv(mixed, T, *arguments, front.window_rows)
+        # Nobody has written packed QKV of a request without slot; what lay there could be anything.
+        packed.view(len(SLOTS), -1)[without] = 0
         q, k, v = (part.shape[2] * part.shape[3] for part in (inputs.q, inputs.k, inputs.v))
         parts = torch.split(packed, [q, k, v], dim=1)
         views = (part.view(like.shape) for part, like in zip(parts, inputs[:3], strict=True))
