@@ -28,10 +28,11 @@ _COLUMNS = {
     "state": "state or ring",
     "windows": "windows",
     "conv state": "conv state",
+    "after commit": "after commit",
     "inputs": "inputs",
 }
 # Columns of text that the table wants; a pipe or a file has no width of its own.
-_WIDTH = 132
+_WIDTH = 148
 _NEEDED = ("rich", "torch", "triton", "platformdirs", "numpy", "msgspec")
 
 
@@ -40,9 +41,10 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "check",
         help="compare stock target verify with and without the overlay, bit by bit",
-        description="Runs a stock release's own forward_extend and Triton kernels without and with the overlay and "
-        "compares the bits of every result. An installed SGLang is used where there is a GPU; any other release is "
-        "fetched over pip as a wheel. Without a GPU the kernels run in the Triton interpreter.",
+        description="Runs a stock release's own forward_extend and Triton kernels without and with the overlay, then "
+        "the release's own commit of accepted tokens, and compares the bits of every result. An installed SGLang is "
+        "used where there is a GPU; any other release is fetched over pip as a wheel. Without a GPU the kernels run in "
+        "the Triton interpreter.",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument(

@@ -82,6 +82,7 @@ CASES = (
     Case("circular ring", protocol=_CIRCULAR, draft_tokens=4),
     Case("circular ring, padded graph rows", protocol=_CIRCULAR, slots=(1, -1), live=1, draft_tokens=3),
     Case("circular ring, ratio 3, dense windows", protocol=_CIRCULAR, num_v_heads=3, draft_tokens=2, windows="dense"),
+    Case("circular ring, a full ring", protocol=_CIRCULAR, num_v_heads=1, draft_tokens=2, slots=(0, 1, 2)),
     Case("Qwen3.5 layer", model="qwen3_5", num_k_heads=2, num_v_heads=4),
     Case("Qwen3.5 layer, dense windows, ratio 1", model="qwen3_5", num_v_heads=1, windows="dense", draft_tokens=3),
     Case("Qwen3.5 layer, ratio 3", model="qwen3_5", num_v_heads=3, draft_tokens=2),
@@ -97,9 +98,15 @@ CASES = (
 )
 
 
-def cases_for(protocols: tuple[Protocol, ...], strided_unpack: bool) -> tuple[Case, ...]:
-    """The cases that a release can run: with these protocols, and an unpack that takes row strides or does not."""
-    return tuple(case for case in CASES if case.protocol in protocols and (strided_unpack or not case.strided_unpack))
+def cases_for(
+    protocols: tuple[Protocol, ...], strided_unpack: bool, overlapping_windows: bool = True
+) -> tuple[Case, ...]:
+    """The cases that a release can run: with these protocols, and an unpack that takes row strides or does not.
+
+    All of them have dense windows when the release has no ``overlapping_windows``.
+    """
+    cases = [case for case in CASES if case.protocol in protocols and (strided_unpack or not case.strided_unpack)]
+    return tuple(case if overlapping_windows else replace(case, windows="dense") for case in cases)
 
 
 def on_gpu(case: Case) -> tuple[Case, ...]:

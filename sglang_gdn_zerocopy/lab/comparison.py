@@ -1,10 +1,14 @@
-"""Stock against the overlay on one case: the bits of every result, and the copies that were launched."""
+"""Stock against the overlay on one case: the bits of every result, and the copies that were launched.
+
+The bits are compared twice: after the verify, and after the release's own commit of its accepted tokens.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ import torch
 import sglang_gdn_zerocopy as overlay
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
+from sglang_gdn_zerocopy.lab.commit import last_nodes
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.results import CaseResult
 from sglang_gdn_zerocopy.lab.world import World, build_world
@@ -42,8 +47,23 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
+@dataclass(frozen=True)
+class _Run:
+    """The tensors of one world by name: what the verify returned and left behind, and what the commit left behind."""
+
+    output: torch.Tensor
+    verified: dict[str, torch.Tensor]
+    committed: dict[str, torch.Tensor]
+
+
+def compare(
+    harness: Harness, case: Case, seed: int, device: str, conv_state_after_commit_only: bool = False
+) -> CaseResult:
     """Run ``case`` on stock and with the overlay, on equal fresh data, and compare the bits of everything.
+
+    Compared are the results of the verify and, as "after commit", all of the same memory once the release's own commit
+    has run on it. ``conv_state_after_commit_only`` leaves the conv state out of the first of the two, for a verify that
+    does not write what every commit overwrites; the result then has no column "conv state".
 
     The environment must switch the overlay on; it is activated for the second run and deactivated again.
     """
@@ -51,21 +71,25 @@ def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
     copies, launches = {False: 0, True: 0}, {False: 0, True: 0}
     routes: set[str] = set()
     for layer in range(case.layers):
-        runs: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
+        runs: list[_Run] = []
         for on in (False, True):
             world = build_world(case, seed + layer, device, harness.low_parts)
             before, counts = (harness.copies, harness.launches), _route_counts()
             with poisoned_memory():
                 output, state = _verify(harness, world, on)
-            copies[on] += harness.copies - before[0]
-            launches[on] += harness.launches - before[1]
+                copies[on] += harness.copies - before[0]
+                launches[on] += harness.launches - before[1]
+                verified = {name: tensor.clone() for name, tensor in world.tensors.items()}
+                harness.commit(world, last_nodes(case, seed + layer))
             if on:
                 taken = _route_counts() - counts
                 routes |= {name for name in taken if name in _ROUTES} if state == "installed" else {state}
                 if taken[Route.BUNDLED.value] > taken["recurrence"]:
                     routes.add("stock's recurrence")
-            runs.append((output, world.tensors))
+            runs.append(_Run(output, verified, world.tensors))
         for column, same in _compare_runs(*runs).items():
+            if column == "conv state" and conv_state_after_commit_only:
+                continue
             equal[column] = equal.get(column, True) and same
     route = " and ".join(sorted(routes)) or "no verify call seen"
     return CaseResult(
@@ -91,13 +115,12 @@ def _verify(harness: Harness, world: World, on: bool) -> tuple[torch.Tensor, str
         overlay.deactivate()
 
 
-def _compare_runs(
-    stock: tuple[torch.Tensor, dict[str, torch.Tensor]], ours: tuple[torch.Tensor, dict[str, torch.Tensor]]
-) -> dict[str, bool]:
-    results = {"output": same_bits(stock[0], ours[0]) and stock[0].stride() == ours[0].stride()}
-    for name, tensor in stock[1].items():
+def _compare_runs(stock: _Run, ours: _Run) -> dict[str, bool]:
+    results = {"output": same_bits(stock.output, ours.output) and stock.output.stride() == ours.output.stride()}
+    for name, tensor in stock.verified.items():
         column = next((c for c, names in _COLUMNS.items() if name in names), "state")
-        results[column] = results.get(column, True) and same_bits(tensor, ours[1][name])
+        results[column] = results.get(column, True) and same_bits(tensor, ours.verified[name])
+    results["after commit"] = all(same_bits(tensor, ours.committed[name]) for name, tensor in stock.committed.items())
     return results
 
 

@@ -13,6 +13,7 @@ import torch
 
 from sglang_gdn_zerocopy import forward
 from sglang_gdn_zerocopy.kernels import conv_update
+from sglang_gdn_zerocopy.lab.commit import Commit
 from sglang_gdn_zerocopy.lab.world import POOL_REQUESTS, World
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.upstream.releases import (
@@ -77,6 +78,8 @@ class Harness:
             if not site.interleaved
         )
         self._count_no_self_test()
+        self._commit = Commit()
+        self.overlapping_windows = self._commit.overlapping_windows
         self._backend_class = getattr(self.module, BACKEND_CLASS)
         ring_verify = getattr(self._backend_class, "_replayssm_target_verify", None)
         # From 0.5.20 the circular ring is keyed by request and keeps low parts of its 16-bit records.
@@ -184,6 +187,13 @@ class Harness:
         assert isinstance(output, torch.Tensor)
         return output
 
+    def commit(self, world: World, nodes: tuple[int, ...]) -> None:
+        """The release's own commit after a verify of ``world``: request i up to its draft token ``nodes[i]``.
+
+        Writes the world's ``conv_state`` and ``state``, with a circular ring also its cursors.
+        """
+        self._commit(world, self._hybrid(self.backend(world)), nodes)
+
     def model_layer(self, world: World) -> Any:
         """The model's own GDN layer around the world's projection; its norm keeps the attention output and z.
 
@@ -208,10 +218,14 @@ class Harness:
         }
         return _without_init(getattr(model, site.layer_class), **members)
 
-    def _verify_model(self, world: World, backend: Any, batch: Any) -> torch.Tensor:
-        hybrid_class = getattr(importlib.import_module(PATH[1][0]), PATH[1][1])
-        hybrid = object.__new__(hybrid_class)
+    def _hybrid(self, backend: Any) -> Any:
+        """The hybrid backend around ``backend``; full attention has none."""
+        hybrid = object.__new__(getattr(importlib.import_module(PATH[1][0]), PATH[1][1]))
         hybrid.__dict__.update(full_attn_layers=[], linear_attn_backend=backend, full_attn_backend=None)
+        return hybrid
+
+    def _verify_model(self, world: World, backend: Any, batch: Any) -> torch.Tensor:
+        hybrid = self._hybrid(backend)
         context = importlib.import_module(FORWARD_CONTEXT_MODULE)
         layer = self.model_layer(world)
         before = context.set_forward_context(context.ForwardContext(attn_backend=hybrid))

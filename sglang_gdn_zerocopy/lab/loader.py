@@ -16,7 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# What is under comparison: the backend with its dispatcher, the conv, the copy, the recurrence and the circular ring.
+# What is under comparison: the backend with its dispatcher, the conv, the copy, the recurrence, the circular ring, and
+# the kernels of the commit.
 _REAL_BELOW = (
     "sglang.srt.layers.attention.",
     "sglang.kernels.ops.",
@@ -32,9 +33,12 @@ _REAL_FILES = frozenset(
         "triton_gdn_fused_proj",
         "fused_sigmoid_gating_recurrent",
         "gdn_replayssm_spec_decode",
+        "gdn_replayssm_spec_fold",
+        "mamba_state_scatter_triton",
+        "ptr_table",
     }
 )
-# The way from a model's GDN layer to the backend.
+# The way from a model's GDN layer to the backend, and the commit after a verify.
 _REAL_MODULES = frozenset(
     {
         "sglang.srt.layers.attention.linear.utils",
@@ -44,10 +48,11 @@ _REAL_MODULES = frozenset(
         "sglang.srt.model_executor.forward_context",
         "sglang.srt.models.qwen3_5",
         "sglang.srt.models.qwen3_next",
+        "sglang.srt.speculative.spec_utils",
     }
 )
 _SGLANG = ("sglang", "sgl_kernel")
-_OTHERS = ("safetensors", "transformers", "einops")
+_OTHERS = ("safetensors", "transformers", "einops", "huggingface_hub")
 
 
 class _StandInType(type):

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if report.release is None:
         _say(error=report.reason)
         return 0
-    cases = cases_for(report.release.protocols, harness.strided_unpack)
+    cases = cases_for(report.release.protocols, harness.strided_unpack, harness.overlapping_windows)
     if device != "cpu":
         cases = tuple(variant for case in cases for variant in on_gpu(case))
     _say(

@@ -17,7 +17,7 @@ from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 
 
 def outcome(ok: bool = True) -> Outcome:
-    equal = {"output": True, "state": ok, "windows": True, "conv state": True, "inputs": True}
+    equal = {"output": True, "state": ok, "windows": True, "conv state": True, "after commit": True, "inputs": True}
     return Outcome("chain, ratio 2", "snapshots", "views", 1, 1, 0, 2, 1, equal, ok)
 
 
@@ -122,7 +122,14 @@ def test_one_release_by_default_and_the_table(
     assert fetched == ["0.5.17"]
     assert ran == [("0.5.17", "cpu", 5)]
     printed = capsys.readouterr().out
-    for text in ("chain, ratio 2", "1 -> 0", "ok", "all bits equal", "1 copies removed in 1 GDN layer calls"):
+    for text in (
+        "chain, ratio 2",
+        "1 -> 0",
+        "after commit",
+        "ok",
+        "all bits equal",
+        "1 copies removed in 1 GDN layer calls",
+    ):
         assert text in printed
 
 

@@ -120,6 +120,7 @@ def test_the_cases_cover_what_they_promise() -> None:
     assert {case.protocol for case in CASES if case.live is not None} == set(Protocol)
     assert any(case.tree for case in CASES)
     assert len({case.name for case in CASES}) == len(CASES)
+    assert {case.windows for case in cases_for(tuple(Protocol), True, overlapping_windows=False)} == {"dense"}
     assert {v.state_dtype for case in CASES for v in on_gpu(case)} == {"float32", "bfloat16"}
 
 
