@@ -4,7 +4,7 @@
 
 ``--sources`` holds ``<release>/sglang/...`` trees of stock releases. Equality compares every result with stock's
 unpack, conv, copy and recurrence and writes ``one-equality.jsonl``. Timing measures CUDA graphs of 24 layers with
-buffers of their own, prints tables and writes ``one-timing.jsonl``. Exit code 1 if anything differs or could not be run.
+buffers of their own, prints tables and writes ``one-timing.jsonl``. Exit code 1 if anything differs or fails.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def inputs_of(cell: Cell, combination: Combination, seed: int) -> tuple[World, f
 
 def defined(results: dict[str, torch.Tensor], cell: Cell, world: World) -> dict[str, torch.Tensor]:
     """Copies of the results without what nobody defines: outputs of requests without slot or without tokens."""
-    results = {name: tensor.clone() for name, tensor in results.items()}
+    results = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in results.items()}
     T = cell.variant.draft_tokens
     for n, slot in enumerate(world.slots.tolist()):
         if slot < 0 or n >= cell.requests - cell.empty:
