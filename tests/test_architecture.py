@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "self_test": ({"bits", "ledger", "kernels", "self_test"}, {"torch"}),
     "routing": ({"records", "ledger", "routing"}, {"pluggy"}),
     "kernels": ({"kernels.dependent_launch"}, {"torch", "triton"}),
+    "kernels.conv_verify": ({"kernels.conv_update", "kernels.recurrent_verify"}, {"torch", "triton"}),
     "lab": (
         EVIDENCE | {"bits", "lab", "upstream.fingerprint", "kernels", "forward", ""},
         {"torch", "triton", "platformdirs"},

@@ -536,10 +536,13 @@ def capture(variant: Variant, worlds: list[World]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def compiled_sizes() -> dict[str, str]:
-    """Registers and spills by hash of all that this process has compiled; empty where Triton does not say."""
+KERNELS = (rv._recurrent_verify_kernel, rv._recurrent_verify_explicit_kernel)
+
+
+def compiled_sizes(kernels: tuple[Any, ...] = KERNELS) -> dict[str, str]:
+    """Registers and spills by hash of all that this process has compiled of them; empty where Triton does not say."""
     found = {}
-    for kernel in (rv._recurrent_verify_kernel, rv._recurrent_verify_explicit_kernel):
+    for kernel in kernels:
         for entry in getattr(kernel, "device_caches", {}).values():
             for compiled in entry[0].values():
                 if hasattr(compiled, "n_regs"):
