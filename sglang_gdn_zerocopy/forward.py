@@ -109,6 +109,8 @@ class _Plan:
             waiting.now()
 
 
+# What is counted where conv and recurrence were one launch.
+TOGETHER = ("recurrence", "bundled, with the conv in one launch")
 # Routes on which the bundled conv runs.
 _FUSED = (Route.FUSED_CONV, Route.BUNDLED)
 
@@ -441,7 +443,7 @@ class Overlay:
             except Exception as error:
                 self._ledger.failed("one launch", error)
             if output is not None:
-                self._ledger.count("recurrence", "bundled, with the conv in one launch")
+                self._ledger.count(*TOGETHER)
                 return output
             plan.conv_now()
         try:

@@ -20,7 +20,8 @@ class Case:
     the activations are bfloat16 (see :func:`on_gpu`), since the Triton interpreter computes bfloat16 wrongly.
     ``layers`` calls are made one after the other, each with buffers of its own. ``model`` names the model whose GDN
     layer is run from its projection on ("qwen3_5" or "qwen3_next"); empty, the backend is called with packed QKV.
-    ``strided_unpack``: the case needs a release whose unpack takes row strides.
+    ``strided_unpack``: the case needs a release whose unpack takes row strides. ``one_launch``: conv and recurrence in
+    one launch also where the table of choices would not say so, which is without a GPU.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     ring_steps: int = 16
     model: str = ""
     strided_unpack: bool = False
+    one_launch: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -91,6 +93,10 @@ CASES = (
     Case("Qwen3.5 layer, tree", model="qwen3_5", tree=True, windows="dense"),
     Case("Qwen3.5 layer, fold ring", model="qwen3_5", protocol=_FOLD, ring_steps=4),
     Case("Qwen3.5 layer, circular ring", model="qwen3_5", protocol=_CIRCULAR),
+    Case("Qwen3.5 layer, one launch", model="qwen3_5", num_k_heads=2, num_v_heads=4, one_launch=True),
+    Case("chain, one launch, padded row with tokens", slots=(2, -1), draft_tokens=3, windows="dense", one_launch=True),
+    Case("fold ring, one launch", protocol=_FOLD, ring_steps=4, num_v_heads=3, bias=True, one_launch=True),
+    Case("Qwen3-Next layer, one launch", model="qwen3_next", num_v_heads=4, draft_tokens=2, one_launch=True),
     Case("Qwen3-Next layer", model="qwen3_next", num_k_heads=2, num_v_heads=4),
     Case("Qwen3-Next layer, ratio 4", model="qwen3_next", num_v_heads=4, draft_tokens=2, slots=(1,)),
     Case("Qwen3-Next layer, fold ring", model="qwen3_next", protocol=_FOLD, ring_steps=4, draft_tokens=3),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from sglang_gdn_zerocopy import forward
-from sglang_gdn_zerocopy.kernels import conv_update
+from sglang_gdn_zerocopy.kernels import conv_update, conv_verify
+from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE
 from sglang_gdn_zerocopy.lab.commit import Commit
 from sglang_gdn_zerocopy.lab.world import POOL_REQUESTS, World
 from sglang_gdn_zerocopy.records import Protocol
@@ -59,7 +61,7 @@ class _CountingKernel:
 
 class Harness:
     """A mounted or installed release's GDN backend and models, imported, with counters on the kernels before the
-    recurrence: stock's unpack, conv and copy, and the bundled conv."""
+    recurrence: stock's unpack, conv and copy, and the bundled conv, also where the recurrence is in its launch."""
 
     def __init__(self) -> None:
         self.module: ModuleType = importlib.import_module(BACKEND_MODULE)
@@ -68,6 +70,8 @@ class Harness:
             "copy": _count(getattr(self.module, COPY_FUNCTION), f"{COPY_FUNCTION}_kernel"),
             "conv": _count(getattr(self.module, CONV_FUNCTION), f"_{CONV_FUNCTION}_kernel"),
             "ours": _count(conv_update.conv_update, "_conv_update_kernel"),
+            "one launch": _count(conv_verify.conv_verify, "_conv_verify_kernel"),
+            "explicit one launch": _count(conv_verify.conv_verify, "_conv_verify_explicit_kernel"),
         }
         for name, (model, site) in self._models.items():
             unpack = getattr(model, site.unpack_function)
@@ -168,6 +172,12 @@ class Harness:
 
         With a model that is its attention output and z, side by side.
         """
+        if world.case.one_launch:
+            with _chosen(world.mixed_qkv.device.type):
+                return self._verify(world)
+        return self._verify(world)
+
+    def _verify(self, world: World) -> torch.Tensor:
         backend, batch = self.backend(world), self.forward_batch(world)
         if hasattr(backend, "_init_target_verify_qkv_routing"):
             backend._init_target_verify_qkv_routing(batch)
@@ -234,6 +244,18 @@ class Harness:
         finally:
             context.set_forward_context(before)
         return torch.cat([tensor.flatten(1) for tensor in layer.norm.kept], dim=1)
+
+
+@contextmanager
+def _chosen(device: str) -> Iterator[None]:
+    """Inside, one launch is the choice without a GPU as well."""
+    choose = conv_verify.choose
+    if device == "cpu":
+        vars(conv_verify)["choose"] = lambda *args: PORTABLE
+    try:
+        yield
+    finally:
+        vars(conv_verify)["choose"] = choose
 
 
 def _count(function: Any, kernel: str) -> _CountingKernel:
