@@ -130,7 +130,7 @@ def differing(call: Call, seed: int, config: Config = HALVES) -> list[str]:
 CALLS = {
     "chain": Call(),
     "chain, snapshots": Call(protocol="snapshots"),
-    "older norm": Call(reciprocal=False),
+    "older norm": Call(protocol="snapshots", reciprocal=False),
     "fp16 state": Call(state="fp16"),
     "fp16 state, snapshots": Call(protocol="snapshots", state="fp16"),
     "interleaved": Call(shape_of(unpack="interleaved", num_k_heads=2)),
