@@ -164,6 +164,29 @@ def test_bits_are_those_of_the_two_launches(name: str) -> None:
     assert differing(CALLS[name], seed=1) == []
 
 
+def gapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Equal values, with room for two more of them behind every row of the first axis and every one of the second."""
+    wide = torch.full((*tensor.shape[:2], 3, *tensor.shape[2:]), math.nan, dtype=tensor.dtype)
+    return wide[:, :, 0].copy_(tensor)
+
+
+@pytest.mark.parametrize("protocol", ["ring", "snapshots"])
+def test_pitches_are_the_buffers_own(protocol: str) -> None:
+    call = Call(shape_of(slots=(2, 0), ratio=1), protocol, room=1)
+    dense, spread = arguments_of(call, 6), arguments_of(call, 6)
+    kept = spread["kept"]
+    if protocol == "ring":
+        spread["kept"] = rv.FoldRing(*map(gapped, kept))
+    else:
+        spread["kept"] = kept._replace(states=gapped(kept.states))
+    pool = torch.full((spread["state"].shape[0], 2, *spread["state"].shape[1:]), math.nan)
+    spread["state"] = pool[:, 1].copy_(spread["state"])
+    spread["window_rows"] = torch.stack([spread["window_rows"]] * 2, 1)[:, 0]
+    expected = written(cv.conv_verify(**dense, config=HALVES), dense)
+    got = written(cv.conv_verify(**spread, config=HALVES), spread)
+    assert [name for name in expected if not same_bits(got[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("columns", [16, 32, 128])
 def test_any_tile_has_the_same_bits(columns: int) -> None:
     call = Call(shape_of(draft_tokens=1), "snapshots")
