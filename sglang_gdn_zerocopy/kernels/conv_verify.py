@@ -179,6 +179,7 @@ def _conv_verify_kernel(
     THRESHOLD: tl.constexpr,
     EPSILON: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):
     i_v, i_hv, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
@@ -287,6 +288,7 @@ def _conv_verify_kernel(
                 RECIPROCAL,
                 THRESHOLD,
                 EPSILON,
+                LEAVES,
             )
         if not RING:
             p_snapshots += stride_snapshot_step
@@ -700,6 +702,9 @@ def conv_verify(
         config = choose(protocol, state.dtype, N * HV, draft_tokens, x.device) or PORTABLE
     options = launch_options(config, state, 4 if draft_tokens <= 4 else MOST_TOKENS)
     kernel = _conv_verify_kernel
+    if config.implementation == "portable":
+        # The interpreter has an order of its own, the same one wherever the numbers come from.
+        options["LEAVES"] = isinstance(kernel, triton.JITFunction)
     if config.implementation == "explicit":
         require(config.blocks == 1, f"{config} has more than one block")
         require(draft_tokens <= MOST_TOKENS, f"{config} takes {MOST_TOKENS} draft tokens, not {draft_tokens}")

@@ -130,7 +130,7 @@ def differing(call: Call, seed: int, config: Config = HALVES) -> list[str]:
 CALLS = {
     "chain": Call(),
     "chain, snapshots": Call(protocol="snapshots"),
-    "older norm": Call(reciprocal=False),
+    "older norm": Call(protocol="snapshots", reciprocal=False),
     "fp16 state": Call(state="fp16"),
     "fp16 state, snapshots": Call(protocol="snapshots", state="fp16"),
     "interleaved": Call(shape_of(unpack="interleaved", num_k_heads=2)),
@@ -162,6 +162,29 @@ CALLS = {
 def test_bits_are_those_of_the_two_launches(name: str) -> None:
     """Every result, poison included, and the conv state as it was."""
     assert differing(CALLS[name], seed=1) == []
+
+
+def gapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Equal values, with room for two more of them behind every row of the first axis and every one of the second."""
+    wide = torch.full((*tensor.shape[:2], 3, *tensor.shape[2:]), math.nan, dtype=tensor.dtype)
+    return wide[:, :, 0].copy_(tensor)
+
+
+@pytest.mark.parametrize("protocol", ["ring", "snapshots"])
+def test_pitches_are_the_buffers_own(protocol: str) -> None:
+    call = Call(shape_of(slots=(2, 0), ratio=1), protocol, room=1)
+    dense, spread = arguments_of(call, 6), arguments_of(call, 6)
+    kept = spread["kept"]
+    if protocol == "ring":
+        spread["kept"] = rv.FoldRing(*map(gapped, kept))
+    else:
+        spread["kept"] = kept._replace(states=gapped(kept.states))
+    pool = torch.full((spread["state"].shape[0], 2, *spread["state"].shape[1:]), math.nan)
+    spread["state"] = pool[:, 1].copy_(spread["state"])
+    spread["window_rows"] = torch.stack([spread["window_rows"]] * 2, 1)[:, 0]
+    expected = written(cv.conv_verify(**dense, config=HALVES), dense)
+    got = written(cv.conv_verify(**spread, config=HALVES), spread)
+    assert [name for name in expected if not same_bits(got[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("columns", [16, 32, 128])
