@@ -18,6 +18,7 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1" if os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu") == "cpu" else "0"
 os.environ.pop("SGLANG_GDN_ZEROCOPY", None)
 
+from sglang_gdn_zerocopy.kernels import conv_verify
 from sglang_gdn_zerocopy.lab import wheels
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.loader import mount
@@ -58,6 +59,12 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sglang_gdn_zerocopy.activate()
     yield
     sglang_gdn_zerocopy.deactivate()
+
+
+@pytest.fixture
+def two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conv and recurrence one after the other, also on a device where one launch would be the choice."""
+    monkeypatch.setattr(conv_verify, "choose", lambda *args: None)
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.status_file import StatusFile
 from tests.test_fused_conv import LAYER, NEXT, PACKED, Twin, counts, declined, world_of
 
+pytestmark = pytest.mark.usefixtures("two_launches")
+
 BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 RING = Case("ring", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2, slots=(1, 3))
 # Every way into the overlay: with the unpack put off in both models, and from packed QKV, snapshots and ring.

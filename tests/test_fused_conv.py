@@ -25,6 +25,8 @@ from sglang_gdn_zerocopy.upstream import adapter
 from sglang_gdn_zerocopy.upstream.releases import MODELS, PATH
 from tests.conftest import DEVICE
 
+pytestmark = pytest.mark.usefixtures("two_launches")
+
 LAYER = Case("layer", model="qwen3_5", num_v_heads=2, draft_tokens=2, slots=(1, 3))
 NEXT = Case("next", model="qwen3_next", protocol=Protocol.FOLD_RING, ring_steps=4, draft_tokens=2, slots=(2,))
 PACKED = Case("packed", num_v_heads=1, draft_tokens=2, slots=(1, 3))

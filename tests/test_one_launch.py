@@ -24,6 +24,7 @@ from sglang_gdn_zerocopy.lab.comparison import poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.self_test import one_launch as self_test
+from tests.conftest import DEVICE
 from tests.test_fused_conv import LAYER, NEXT, PACKED, Twin, counts, declined, world_of
 
 RING = Case("ring", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2, slots=(1, 3))
@@ -36,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("chosen", "switched_on", "poisoned")
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "choose", lambda *args: PORTABLE)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kernel, "choose", lambda *args: PORTABLE)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.shadow import Shadow, Touched
 from tests.test_fused_conv import LAYER, NEXT, PACKED, counts, declined, world_of
 
+pytestmark = pytest.mark.usefixtures("two_launches")
+
 FOLD = Case("fold", model="qwen3_5", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2)
 SNAPSHOTS = Case("next, snapshots", model="qwen3_next", num_v_heads=2, draft_tokens=2, slots=(2,))
 PADDED = Case("padded", model="qwen3_5", num_v_heads=1, draft_tokens=2, slots=(2, -1), live=1)

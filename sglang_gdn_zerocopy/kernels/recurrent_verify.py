@@ -113,17 +113,13 @@ _ANY = 1 << 62
 
 CHOICES: tuple[Choice, ...] = (
     Choice("ring", torch.float32, 96, Config("explicit", 32, 4)),
-    Choice("ring", torch.float32, 512, Config("explicit", 64, 2)),
-    Choice("ring", torch.float32, _ANY, Config("explicit", 128, 4, 8)),
+    Choice("ring", torch.float32, _ANY, Config("explicit", 64, 4, 4, 128)),
     Choice("ring", torch.bfloat16, 96, Config("explicit", 32, 4)),
-    Choice("ring", torch.bfloat16, _ANY, Config("explicit", 64, 2)),
-    Choice("snapshots", torch.float32, 96, Config("explicit", 8, 1, 8)),
-    Choice("snapshots", torch.float32, 512, Config("explicit", 64, 4, 4, 128)),
-    Choice("snapshots", torch.float32, _ANY, Config("explicit", 8, 1, 8)),
+    Choice("ring", torch.bfloat16, _ANY, Config("explicit", 64, 4, 4, 128)),
+    Choice("snapshots", torch.float32, 1536, Config("explicit", 32, 4, stores="cs")),
+    Choice("snapshots", torch.float32, _ANY, Config("explicit", 4, 1, 8, stores="cs")),
     Choice("snapshots", torch.bfloat16, 96, Config("explicit", 8, 1)),
-    Choice("snapshots", torch.bfloat16, 512, Config("explicit", 64, 2)),
-    Choice("snapshots", torch.bfloat16, 1536, Config("explicit", 64, 4, 4, 128)),
-    Choice("snapshots", torch.bfloat16, _ANY, Config("explicit", 16, 1)),
+    Choice("snapshots", torch.bfloat16, _ANY, Config("explicit", 64, 4, 4, 128)),
 )
 """Measured on an H200 with H=16, HV=32 and four draft tokens, for 1, 8, 32 and 64 requests."""
 

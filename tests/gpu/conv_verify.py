@@ -38,27 +38,25 @@ from tests.gpu.recurrent_verify import Case, Combination, World
 
 RELEASES = ("0.5.17", "0.5.20", "0.5.22", "0.5.23")
 SWEEP = (
-    Config("explicit", 8, 1, 8),
     # Left to itself the assembler stops at 168 registers and spills.
     Config("explicit", 8, 1, 8, 255),
-    Config("explicit", 8, 1, 4, 255),
-    Config("explicit", 8, 2, 8),
-    Config("explicit", 16, 1, 4, 255),
-    Config("explicit", 16, 2, 4),
     Config("explicit", 16, 2, 8),
-    Config("explicit", 16, 4, 8),
+    Config("explicit", 16, 4, 8, stores="cs"),
     Config("explicit", 32, 2),
     Config("explicit", 32, 4),
+    Config("explicit", 32, 4, stores="cs"),
     Config("explicit", 32, 4, 8),
+    Config("explicit", 32, 4, 8, stores="cs"),
     Config("explicit", 64, 2, 8),
     Config("explicit", 64, 4),
+    Config("explicit", 64, 4, 4, 128),
     Config("explicit", 64, 4, 8),
 )
 FEW = (Config("explicit", 8, 1, 8, 255), Config("explicit", 32, 4), Config("explicit", 64, 4, 8))
 PORTABLE = rv.PORTABLE
 KERNELS = (cv._conv_verify_kernel, cv._conv_verify_explicit_kernel)
 REQUESTS = (1, 2, 3, 8, 17, 32)
-TIMED = (1, 2, 4, 8, 16)
+TIMED = (1, 2, 4, 8, 16, 32, 64)
 SHAPE = front.Variant(4, 16, 32, interleaved=False, overlapping=True, row_padding=0)
 
 

@@ -48,6 +48,6 @@ def test_nothing_grows_and_nothing_compiles_late(shadow: str) -> None:
 
 def test_the_drills_on_the_device() -> None:
     """Launches wait for the one before, so that what shadow mode found is known after each call."""
-    files = ("tests/test_drills.py", "tests/test_shadow.py", "tests/test_fused_conv.py")
+    files = ("tests/test_drills.py", "tests/test_shadow.py", "tests/test_fused_conv.py", "tests/test_one_launch.py")
     done = run("pytest", "-q", *files, GDN_ZEROCOPY_TEST_DEVICE="cuda", CUDA_LAUNCH_BLOCKING="1")
     assert done.returncode == 0, done.stdout + done.stderr
