@@ -5,8 +5,8 @@
 
 ``shadow``: four servers without CUDA graphs (overlay off, on, every call shadowed, and shadowed with a recurrence that
 goes wrong after a while) answer the same requests, at most one server a GPU at a time. ``ranks``: a server over all
-GPUs, overlay off and on, with a profile of every rank; ``--dp`` with data-parallel attention and the overlay on only.
-Writes logs, profiles and ``<drill>.json`` to ``--out``, prints what it found, and exits 1 when something is not as it
+given GPUs, overlay on and off, with profiles of every rank; ``--dp`` with data-parallel attention, overlay on only.
+Writes logs, profiles and ``<first server>.json`` to ``--out``, prints what it found, and exits 1 when something is not as it
 should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
 """
 
@@ -222,9 +222,10 @@ def ranks(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], 
     """A server over all GPUs, overlay off and on, one after the other."""
     count = len(args.gpus.split(","))
     parallel = ["--tp", str(count)] + (["--dp", str(count), "--enable-dp-attention"] if args.dp else [])
-    arms = [Arm("dp-on" if args.dp else "tp-on", {SWITCH.name: "1", STATUS_DIR.name: str(args.out / "status-ranks")})]
+    name = f"{args.label}{'dp' if args.dp else 'tp'}{count}"
+    arms = [Arm(f"{name}-on", {SWITCH.name: "1", STATUS_DIR.name: str(args.out / f"status-{name}")})]
     if not args.dp:
-        arms.append(Arm("tp-off", {SWITCH.name: "0"}))
+        arms.append(Arm(f"{name}-off", {SWITCH.name: "0"}))
     for arm in arms:
         arm.environment["CUDA_VISIBLE_DEVICES"] = args.gpus
         try:
@@ -236,7 +237,8 @@ def ranks(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], 
                     load(server.base_url, requests, 32)
                     arm.loads.append(load(server.base_url, requests, args.output_tokens))
                 if not args.dp:
-                    profile(server, args.out / f"trace-{arm.name}", count)
+                    for requests in (1, 64):
+                        profile(server, args.out / f"trace-{arm.name}-n{requests}", count, requests)
                 collect(arm, server)
             finally:
                 assert server.group is not None
@@ -246,25 +248,26 @@ def ranks(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], 
     return arms, list(ranks_problems(arms, count))
 
 
-def profile(server: Server, folder: Path, count: int) -> None:
-    """Profile 30 passes of 64 requests in every rank."""
+def profile(server: Server, folder: Path, count: int, requests: int) -> None:
+    """Profile 30 passes of ``requests`` requests in each of ``count`` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"output_dir": str(folder), "num_steps": 30, "activities": ["CPU", "GPU"]}).encode()
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(load, server.base_url, 64, 256)
-        time.sleep(1.0)
+        running = pool.submit(load, server.base_url, requests, 512)
+        time.sleep(0.5)
         headers = {"Content-Type": "application/json"}
-        with urllib.request.urlopen(
-            urllib.request.Request(server.base_url + "/start_profile", body, headers), timeout=300
-        ) as reply:
+        question = urllib.request.Request(server.base_url + "/start_profile", body, headers)
+        with urllib.request.urlopen(question, timeout=300) as reply:
             reply.read()
         running.result()
     sizes: dict[Path, int] = {}
-    for _ in range(60):
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
         before, sizes = sizes, {path: path.stat().st_size for path in folder.rglob("*.trace.json.gz")}
         if len(sizes) >= count and sizes == before:
             return
-        time.sleep(2.0)
+        time.sleep(1.0)
+    raise RuntimeError(f"{len(sizes)} of {count} profiles in {folder}")
 
 
 def ranks_problems(arms: list[Arm], count: int) -> Iterator[str]:
@@ -290,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--gpus", default="0", help="devices, separated by commas (default: 0)")
     parser.add_argument("--dp", action="store_true", help="data-parallel attention")
+    parser.add_argument("--label", default="", help="in front of the names of servers and files")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--output-tokens", type=int, default=1024, help="per request (default: 1024)")
     parser.add_argument("server_args", nargs="*", help="after --")
@@ -298,9 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with Supervisor() as supervisor:
         arms, problems = (shadow if args.drill == "shadow" else ranks)(supervisor, args)
-    name = f"{args.drill}-dp" if args.dp else args.drill
     result = {"problems": problems, "arms": [asdict(arm) for arm in arms]}
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{arms[0].name}.json").write_text(json.dumps(result, indent=1) + "\n")
     for arm in arms:
         loads = ", ".join(f"N={one.requests} {one.seconds} s" for one in arm.loads)
         print(f"{arm.name}: {loads}; acceptance {sorted(set(arm.acceptance))}; saved {arm.saved}")
