@@ -6,8 +6,8 @@
 ``shadow``: four servers without CUDA graphs (overlay off, on, every call shadowed, and shadowed with a recurrence that
 goes wrong after a while) answer the same requests, at most one server a GPU at a time. ``ranks``: a server over all
 given GPUs, overlay on and off, with profiles of every rank; ``--dp`` with data-parallel attention, overlay on only.
-Writes logs, profiles and ``<first server>.json`` to ``--out``, prints what it found, and exits 1 when something is not as it
-should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
+Writes logs, profiles and ``<first server>.json`` to ``--out``, prints what it found, and exits 1 when something is not as
+it should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
 """
 
 from __future__ import annotations
