@@ -6,8 +6,8 @@
 ``shadow``: four servers without CUDA graphs (overlay off, on, every call shadowed, and shadowed with a recurrence that
 goes wrong after a while) answer the same requests, at most one server a GPU at a time. ``ranks``: a server over all
 given GPUs, overlay on and off, with profiles of every rank; ``--dp`` with data-parallel attention, overlay on only.
-Writes logs, profiles and ``<first server>.json`` to ``--out``, prints what it found, and exits 1 when something is not as
-it should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
+Writes logs, profiles and ``<first server>.json`` to ``--out`` and prints what it found; exit code 1 when something is
+not as it should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from sglang_gdn_zerocopy.bench.client import healthy
 from sglang_gdn_zerocopy.bench.server import Server, command
 from sglang_gdn_zerocopy.bench.supervisor import Supervisor, tail
 from sglang_gdn_zerocopy.settings import SHADOW, STATUS_DIR, SWITCH, child_environment
-from tests.gpu.wrong_kernel import FIRST_WRONG
 
+FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
+"""Read by `tests.gpu.wrong_kernel`."""
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = (1, 8, 64)
 INPUT_TOKENS = 64
@@ -296,8 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--label", default="", help="in front of the names of servers and files")
     parser.add_argument("--port", type=int, default=30000)
     parser.add_argument("--output-tokens", type=int, default=1024, help="per request (default: 1024)")
-    parser.add_argument("server_args", nargs="*", help="after --")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    args.server_args = words[end + 1 :]
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with Supervisor() as supervisor:

@@ -13,8 +13,7 @@ import torch
 
 from sglang_gdn_zerocopy import forward, hookimpl
 from sglang_gdn_zerocopy.records import CallShape
-
-FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
+from tests.gpu.live_server import FIRST_WRONG
 
 
 class _Wrong:
