@@ -25,9 +25,8 @@ def gdn_zerocopy_route(shape: CallShape) -> Decision:
         return Decision(Route.UPSTREAM, f"a draft tree with a {shape.protocol.value}; stock serves chains only")
     bundled = shape.bundled_kernels and not shape.tree
     if bundled and shape.bundled_recurrence and shape.protocol is not Protocol.CIRCULAR_RING:
-        return Decision(
-            Route.BUNDLED, "one launch up to packed QKV and one for the recurrence, which reads it in place"
-        )
+        text = "one launch up to packed QKV and one for the recurrence, which reads it in place; small batches in one"
+        return Decision(Route.BUNDLED, text)
     if bundled:
         text = f"one launch up to packed QKV, which {shape.consumer_name} reads through views"
         return Decision(Route.FUSED_CONV, text)
