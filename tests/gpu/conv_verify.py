@@ -42,6 +42,8 @@ SWEEP = (
     Config("explicit", 8, 1, 8, 255),
     Config("explicit", 16, 2, 8),
     Config("explicit", 16, 4, 8, stores="cs"),
+    Config("explicit", 16, 4, 16, stores="cs"),
+    Config("explicit", 32, 8, 16, stores="cs"),
     Config("explicit", 32, 2),
     Config("explicit", 32, 4),
     Config("explicit", 32, 4, stores="cs"),

@@ -79,10 +79,13 @@ SWEEP: dict[tuple[str, str], tuple[Config, ...]] = {
     ),
     ("snapshots", "fp32"): (
         Config("explicit", 8, 1, 8),
-        Config("explicit", 4, 1, 8),
-        Config("explicit", 16, 4, 8, stores="cs"),
+        Config("explicit", 4, 2, 16, stores="cs"),
+        Config("explicit", 4, 4, 32, stores="cs"),
+        Config("explicit", 8, 2, 16, stores="cs"),
+        Config("explicit", 8, 4, 16, stores="cs"),
+        Config("explicit", 8, 4, 32, stores="cs"),
+        Config("explicit", 16, 4, 16, stores="cs"),
         Config("explicit", 32, 4, 8, stores="cs"),
-        Config("explicit", 64, 4, 4, 128),
     ),
     ("snapshots", "bf16"): (
         Config("explicit", 16, 1),
