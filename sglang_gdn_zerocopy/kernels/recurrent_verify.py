@@ -116,8 +116,8 @@ CHOICES: tuple[Choice, ...] = (
     Choice("ring", torch.float32, _ANY, Config("explicit", 64, 4, 4, 128)),
     Choice("ring", torch.bfloat16, 96, Config("explicit", 32, 4)),
     Choice("ring", torch.bfloat16, _ANY, Config("explicit", 64, 4, 4, 128)),
-    Choice("snapshots", torch.float32, 1536, Config("explicit", 32, 4, stores="cs")),
-    Choice("snapshots", torch.float32, _ANY, Config("explicit", 4, 1, 8, stores="cs")),
+    Choice("snapshots", torch.float32, 512, Config("explicit", 32, 4, stores="cs")),
+    Choice("snapshots", torch.float32, _ANY, Config("explicit", 8, 4, 16, stores="cs")),
     Choice("snapshots", torch.bfloat16, 96, Config("explicit", 8, 1)),
     Choice("snapshots", torch.bfloat16, _ANY, Config("explicit", 64, 4, 4, 128)),
 )
