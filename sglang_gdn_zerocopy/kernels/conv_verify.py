@@ -12,6 +12,8 @@ sm_90.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -642,7 +644,8 @@ def choose(
         return None
     for choice in CHOICES:
         if (choice.protocol, choice.state_dtype) == (protocol, state_dtype) and heads <= choice.max_heads:
-            return choice.config
+            # The cap on registers was found with four tokens; with more of them the compiler would spill.
+            return choice.config if draft_tokens <= 4 else replace(choice.config, max_registers=None)
     return None
 
 
