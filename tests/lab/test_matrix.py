@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,12 @@ def test_same_bits() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not same_bits(nan, nan.to(torch.float64))
     assert not same_bits(nan, nan[:1])
+
+
+def test_a_worker_that_warns_a_lot(stock_tree: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a pipe holds, before the first case: it must not stop for somebody to read it."""
+    noisy = "import sys; sys.stderr.write('x' * (1 << 20) + '\\nlast words'); sys.exit(1)"
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kwargs: real([command[0], "-c", noisy], **kwargs))
+    with pytest.raises(LabError, match="stopped after 0 cases: last words"):
+        run_release(tree(stock_tree("0.5.17"), "0.5.17"), "cpu", 0, lambda *step: None)
