@@ -13,25 +13,21 @@ import logging
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from sglang_gdn_zerocopy.kernels import conv_verify as together
-from sglang_gdn_zerocopy.kernels.conv_update import Unpack, conv_update
-from sglang_gdn_zerocopy.kernels.conv_verify import conv_verify
+from sglang_gdn_zerocopy.bundled import Bundled, ConvTensors
+from sglang_gdn_zerocopy.calls import LayerCall, Origin, Plan, PutOff, WaitingConv
+from sglang_gdn_zerocopy.kernels.conv_update import Unpack
 from sglang_gdn_zerocopy.kernels.packed_views import packed_views
-from sglang_gdn_zerocopy.kernels.recurrent_verify import Config, Inputs, kept_as, recurrent_verify
+from sglang_gdn_zerocopy.kernels.recurrent_verify import Config, Inputs, kept_as
 from sglang_gdn_zerocopy.ledger import Ledger
-from sglang_gdn_zerocopy.records import CallShape, Decision, ModelSite, Protocol, Release, Route
+from sglang_gdn_zerocopy.records import Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
-from sglang_gdn_zerocopy.self_test.conv import ConvShape, conv_difference, conv_shape
-from sglang_gdn_zerocopy.self_test.memo import SelfTest
-from sglang_gdn_zerocopy.self_test.one_launch import OneLaunchShape, one_launch_difference
-from sglang_gdn_zerocopy.self_test.recurrence import recurrence_difference, recurrence_shape
+from sglang_gdn_zerocopy.self_test.conv import ConvShape, conv_shape
 from sglang_gdn_zerocopy.shadow import Shadow, Touched
 from sglang_gdn_zerocopy.upstream import adapter, patching
 from sglang_gdn_zerocopy.upstream.probe import FORWARD
@@ -43,81 +39,16 @@ from sglang_gdn_zerocopy.upstream.releases import (
     TRITON_VERIFY_CLASS,
 )
 
-
-class PutOff:
-    """One projection whose unpack was put off. ``packed`` and the tensors of ``unpack`` are handed out unwritten."""
-
-    def __init__(
-        self, x: torch.Tensor, packed: torch.Tensor, unpack: Unpack, stock: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        self.x = x
-        self.packed = packed
-        self.unpack = unpack
-        self.written = False
-        # Stock's unpack and what it was called with.
-        self.stock_function = stock
-        self._args = args
-
-    def write(self) -> None:
-        """Fill the tensors that were handed out with the results of stock's unpack, unless that is done."""
-        if not self.written:
-            results = self.stock_function(*self._args)
-            for mine, theirs in zip((self.packed, self.unpack.z, self.unpack.b, self.unpack.a), results, strict=True):
-                mine.copy_(theirs)
-            self.written = True
-
-    def write_again(self) -> None:
-        """Fill them with the results of stock's unpack, whoever filled them before."""
-        self.written = False
-        self.write()
-
-
-@dataclass
-class _LayerCall:
-    """A model layer's forward that is running in a target verify."""
-
-    layer: Any
-    batch: Any
-    put_off: PutOff | None = None
-
-
-class _WaitingConv(NamedTuple):
-    """A conv that its recurrence may take along. ``packed`` [rows, D] was handed out unwritten; ``now`` fills it."""
-
-    call: adapter.ConvCall
-    packed: torch.Tensor
-    now: Callable[[], Any]
-
-
-class _Plan:
-    """What was decided for the backend's forward that is running."""
-
-    __slots__ = ("put_off", "route", "shape", "together", "waiting")
-
-    def __init__(self, shape: CallShape, route: Route, put_off: PutOff | None) -> None:
-        self.shape = shape
-        self.route = route
-        self.put_off = put_off
-        self.waiting: _WaitingConv | None = None
-        # Whether conv and recurrence were one launch, which leaves the conv state to the commit.
-        self.together = False
-
-    def conv_now(self) -> None:
-        """Run the conv that waits, if one does: somebody is about to read packed QKV."""
-        waiting, self.waiting = self.waiting, None
-        if waiting is not None:
-            waiting.now()
-
-
 # What is counted where conv and recurrence were one launch.
 TOGETHER = ("recurrence", "bundled, with the conv in one launch")
 # Routes on which the bundled conv runs.
 _FUSED = (Route.FUSED_CONV, Route.BUNDLED)
+# Looked up once: in Python 3.11 an enum's member costs more than a global.
+_UPSTREAM, _BUNDLED = Route.UPSTREAM, Route.BUNDLED
+_is_compiling = torch.compiler.is_compiling
 
-_STATE_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-
-_PLAN: ContextVar[_Plan | None] = ContextVar("gdn_zerocopy_plan", default=None)
-_LAYER_CALL: ContextVar[_LayerCall | None] = ContextVar("gdn_zerocopy_layer_call", default=None)
+_PLAN: ContextVar[Plan | None] = ContextVar("gdn_zerocopy_plan", default=None)
+_LAYER_CALL: ContextVar[LayerCall | None] = ContextVar("gdn_zerocopy_layer_call", default=None)
 
 
 class Overlay:
@@ -145,8 +76,8 @@ class Overlay:
         self._ledger = ledger
         self._module = module
         self._release = release
-        self._self_test = SelfTest(ledger, self_test)
-        self._stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
+        stock_conv = adapter.stock_conv_with(getattr(module, CONV_FUNCTION))
+        self._bundled = Bundled(ledger, self_test, stock_conv, release.reciprocal_norm)
         self._path: adapter.StockPath | None = None
         self._backend_class = getattr(module, BACKEND_CLASS)
         self._nobody_else = (
@@ -159,7 +90,7 @@ class Overlay:
 
     def kernels(self) -> list[dict[str, str]]:
         """The bundled kernels by shape: how each is compiled and what its self-test said."""
-        return self._self_test.as_rows()
+        return self._bundled.as_rows()
 
     def patches(self) -> list[patching.Patch]:
         """What to put on the backend's module: the forward, and what it calls that a route replaces."""
@@ -196,7 +127,7 @@ class Overlay:
     def forward_extend(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide, then run upstream's body with or without a plan, on identical objects."""
         # Under torch.compile's tracer nothing of ours may run: no lookups, no counting, no logging.
-        if not self.live or torch.compiler.is_compiling():
+        if not self.live or _is_compiling():
             return wrapped(*args, **kwargs)
         self._ledger.pulse()
         call = _LAYER_CALL.get()
@@ -210,7 +141,7 @@ class Overlay:
             return self._shadowed(self._shadow, plan, wrapped, instance, args, kwargs)
         return self._planned(plan, wrapped, args, kwargs)
 
-    def _planned(self, plan: _Plan, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _planned(self, plan: Plan, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         token = _PLAN.set(plan)
         try:
             output = wrapped(*args, **kwargs)
@@ -225,7 +156,7 @@ class Overlay:
         return output
 
     def _shadowed(
-        self, shadow: Shadow, plan: _Plan, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, shadow: Shadow, plan: Plan, wrapped: Any, backend: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         put_off = plan.put_off
         touched = None
@@ -265,21 +196,26 @@ class Overlay:
 
     def _plan(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], put_off: PutOff | None
-    ) -> _Plan | None:
+    ) -> Plan | None:
         # Nothing has been written yet: whatever goes wrong here is counted and upstream takes the call.
         try:
             if not adapter.is_target_verify(args, kwargs):
                 return None
+            if put_off is not None and put_off.is_for(instance, args, kwargs) and self._adapt.knows(kwargs):
+                # Decided a moment ago, and nobody but stock has had the call since.
+                origin = put_off.origin
+                self._ledger.decided(origin.shape.protocol, origin.decision)
+                return Plan(origin.shape, origin.decision.route, put_off)
             shape = self._adapt(instance, args, kwargs)
             if isinstance(shape, Decision):
                 self._ledger.decided(None, shape)
                 return None
             decision = self.routes.decide(shape)
             self._ledger.decided(shape.protocol, decision)
-            if decision.route is Route.UPSTREAM:
+            if decision.route is _UPSTREAM:
                 return None
             mine = put_off is not None and adapter.packed_of(args, kwargs) is put_off.packed
-            return _Plan(shape, decision.route, put_off if mine and decision.route in _FUSED else None)
+            return Plan(shape, decision.route, put_off if mine and decision.route in _FUSED else None)
         except Exception as error:
             self._ledger.failed("forward", error)
             return None
@@ -316,54 +252,78 @@ class Overlay:
         if plan is None or plan.route not in _FUSED or self._is_others("conv", wrapped):
             return wrapped(*args, **kwargs)
         # A launch raises before it is queued (a check, the compiler, the launcher), so nothing has been written.
+        put_off = plan.put_off
         try:
-            call = adapter.read_conv_call(args, kwargs)
-            packed = plan.put_off.packed if plan.put_off is not None else self._empty_like(call.rows)
-            if self._may_wait(plan, call):
-                plan.waiting = _WaitingConv(
-                    call, packed, partial(self._conv_late, plan, call, packed, wrapped, args, kwargs)
-                )
-                return self._as_conv_output(plan, packed)
+            if put_off is not None:
+                read, packed = adapter.read_conv_call(args, kwargs, put_off.packed), put_off.packed
+                x, unpack, stock_unpack = put_off.x, put_off.unpack, put_off.stock_function
+            else:
+                read = adapter.read_conv_call(args, kwargs)
+                x, packed, unpack, stock_unpack = read.rows, self._empty_like(read.rows), None, None
+            _, _, weight, bias, silu, conv_state, slots, windows, window_rows = read
+            call = ConvTensors(
+                x,
+                plan.shape.draft_tokens,
+                weight,
+                bias,
+                silu,
+                conv_state,
+                slots,
+                windows,
+                window_rows,
+                unpack,
+                stock_unpack,
+            )
+            output = read.x if read.rows is packed else self._as_conv_output(plan, packed)
+            config = self._to_wait_for(plan, x.device)
+            if config is not None:
+                late = partial(self._conv_late, plan, call, packed, output, wrapped, args, kwargs)
+                plan.waiting = WaitingConv(config, call, packed, late)
+                return output
         except Exception as error:
             self._ledger.failed("conv", error)
             return self._stock_conv_of(plan, wrapped, args, kwargs)
-        return self._conv(plan, call, packed, wrapped, args, kwargs)
+        return self._conv(plan, call, packed, output, wrapped, args, kwargs)
 
     def _conv(
         self,
-        plan: _Plan,
-        call: adapter.ConvCall,
+        plan: Plan,
+        call: ConvTensors,
         packed: torch.Tensor,
+        output: torch.Tensor,
         wrapped: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The bundled conv, which writes ``packed``; where it may not or cannot run, stock's and what that returns."""
+        """The bundled conv, which writes ``packed``, whose view ``output`` is stock's result; where it may not or
+        cannot run, stock's and what that returns."""
         try:
-            if self._launch_conv(plan, call, packed):
+            if self._bundled.conv(call, packed):
+                if plan.put_off is not None:
+                    plan.put_off.written = True
                 self._ledger.count("conv", "fused with the unpack" if plan.put_off is not None else "fused")
-                return self._as_conv_output(plan, packed)
+                return output
         except Exception as error:
             self._ledger.failed("conv", error)
         return self._stock_conv_of(plan, wrapped, args, kwargs)
 
     def _conv_late(
         self,
-        plan: _Plan,
-        call: adapter.ConvCall,
+        plan: Plan,
+        call: ConvTensors,
         packed: torch.Tensor,
+        handed_out: torch.Tensor,
         wrapped: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """As :meth:`_conv`, with the result in ``packed`` whoever computes it."""
-        output = self._conv(plan, call, packed, wrapped, args, kwargs)
-        handed_out = self._as_conv_output(plan, packed)
+        """As :meth:`_conv`, with the result in ``packed``, whose view ``handed_out`` is, whoever computes it."""
+        output = self._conv(plan, call, packed, handed_out, wrapped, args, kwargs)
         if output.data_ptr() != handed_out.data_ptr() or output.stride() != handed_out.stride():
             handed_out.copy_(output)
 
     @staticmethod
-    def _stock_conv_of(plan: _Plan, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stock_conv_of(plan: Plan, wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.put_off is not None:
             plan.put_off.write()
         return wrapped(*args, **kwargs)
@@ -373,66 +333,28 @@ class Overlay:
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
     @staticmethod
-    def _as_conv_output(plan: _Plan, packed: torch.Tensor) -> torch.Tensor:
+    def _as_conv_output(plan: Plan, packed: torch.Tensor) -> torch.Tensor:
         """Packed rows as stock's conv returns them: [N, D, T]."""
         return packed.view(-1, plan.shape.draft_tokens, packed.shape[1]).transpose(1, 2)
 
-    def _may_wait(self, plan: _Plan, call: adapter.ConvCall) -> bool:
-        """Whether the conv may be left to the recurrence: one launch is the faster choice, and nobody else will read
-        packed QKV."""
-        shape = plan.shape
-        if not self._one_launch or plan.route is not Route.BUNDLED or not self._readers:
-            return False
-        if self._choose_one_launch(shape, call.rows.device) is None:
-            return False
-        return all(place() for place in self._readers)
-
-    def _launch_conv(self, plan: _Plan, call: adapter.ConvCall, packed: torch.Tensor) -> bool:
-        put_off, draft_tokens = plan.put_off, plan.shape.draft_tokens
-        x, unpack = (put_off.x, put_off.unpack) if put_off is not None else (call.rows, None)
-        if put_off is None:
-            shape = self._conv_shape_of(plan, call)
-            if not self._self_test.passed(shape, lambda: conv_difference(shape, self._stock_conv)):
-                return False
-        conv_update(
-            x,
-            draft_tokens,
-            call.weight,
-            call.bias,
-            call.silu,
-            call.conv_state,
-            call.slots,
-            call.windows,
-            call.window_rows,
-            packed,
-            unpack,
-        )
-        if put_off is not None:
-            put_off.written = True
-        return True
-
-    @staticmethod
-    def _conv_shape_of(plan: _Plan, call: adapter.ConvCall) -> ConvShape:
-        put_off = plan.put_off
-        x, unpack = (put_off.x, put_off.unpack) if put_off is not None else (call.rows, None)
-        return conv_shape(
-            plan.shape.num_requests,
-            plan.shape.draft_tokens,
-            x,
-            call.weight,
-            call.bias,
-            call.silu,
-            call.conv_state,
-            call.windows,
-            unpack,
-        )
+    def _to_wait_for(self, plan: Plan, device: torch.device) -> Config | None:
+        """The one launch that the conv may be left to: the faster choice, and nobody else will read packed QKV."""
+        if not self._one_launch or plan.route is not _BUNDLED or not self._readers:
+            return None
+        config = self._bundled.one_launch(plan.shape, device)
+        if config is None:
+            return None
+        for place in self._readers:
+            if not place():
+                return None
+        return config
 
     def recurrence(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Upstream's recurrence; inside a call planned for it, the bundled one."""
         plan = _PLAN.get()
         if plan is None:
             return wrapped(*args, **kwargs)
-        if plan.route is not Route.BUNDLED or self._is_others("recurrence", wrapped):
+        if plan.route is not _BUNDLED or self._is_others("recurrence", wrapped):
             plan.conv_now()
             return wrapped(*args, **kwargs)
         # As with the conv: an exception comes before the launch.
@@ -456,27 +378,16 @@ class Overlay:
         return output
 
     def _launch_recurrence(
-        self, plan: _Plan, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, plan: Plan, stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         call = adapter.read_recurrence_call(args, kwargs)
-        inputs, kept = Inputs(*call.inputs), kept_as(call.kept)
-        reciprocal = self._release.reciprocal_norm
-        shape = recurrence_shape(plan.shape.draft_tokens, inputs, kept, reciprocal)
-        stock_call = adapter.stock_recurrence_with(stock)
-        if not self._self_test.passed(shape, lambda: recurrence_difference(shape, stock_call)):
-            return None
-        return recurrent_verify(*inputs, kept, reciprocal_norm=reciprocal, overlap=shape.overlap)
-
-    def _choose_one_launch(self, shape: CallShape, device: torch.device) -> Config | None:
-        protocol = "ring" if shape.protocol is Protocol.FOLD_RING else "snapshots"
-        heads = shape.num_requests * shape.num_v_heads
-        state_dtype = _STATE_DTYPES.get(shape.state_dtype)
-        return together.choose(protocol, state_dtype, heads, shape.draft_tokens, device) if state_dtype else None
+        stock_call = partial(adapter.stock_recurrence_with, stock)
+        return self._bundled.recurrence(plan.shape.draft_tokens, Inputs(*call.inputs), kept_as(call.kept), stock_call)
 
     def _launch_both(
         self,
-        plan: _Plan,
-        waiting: _WaitingConv,
+        plan: Plan,
+        waiting: WaitingConv,
         stock: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -489,58 +400,22 @@ class Overlay:
             return None
         if put_off is not None and not (_same(inputs.a, put_off.unpack.a) and _same(inputs.b, put_off.unpack.b)):
             return None
-        config = self._choose_one_launch(plan.shape, inputs.state.device)
-        if config is None:
-            return None
-        reciprocal = self._release.reciprocal_norm
-        x, unpack, unpack_stock = call.rows, None, None
-        if put_off is not None:
-            x, unpack, unpack_stock = put_off.x, put_off.unpack, put_off.stock_function
-        shape = OneLaunchShape(
-            config,
-            self._conv_shape_of(plan, call),
-            recurrence_shape(plan.shape.draft_tokens, inputs, kept, reciprocal),
-        )
-        stock_call = adapter.stock_recurrence_with(stock)
-        if not self._self_test.passed(
-            shape, lambda: one_launch_difference(shape, self._stock_conv, unpack_stock, stock_call)
-        ):
-            return None
-        output = conv_verify(
-            x,
-            plan.shape.draft_tokens,
-            call.weight,
-            call.bias,
-            call.silu,
-            call.conv_state,
-            call.slots,
-            call.windows,
-            call.window_rows,
-            unpack,
-            None if unpack is not None else inputs.a,
-            None if unpack is not None else inputs.b,
-            inputs.a_log,
-            inputs.dt_bias,
-            inputs.state,
-            inputs.starts,
-            kept,
-            reciprocal_norm=reciprocal,
-            overlap=shape.recurrence.overlap,
-            config=config,
-        )
-        plan.waiting = None
-        plan.together = True
-        if put_off is not None:
-            put_off.written = True
+        stock_call = partial(adapter.stock_recurrence_with, stock)
+        output = self._bundled.together(waiting.config, call, inputs, kept, stock_call)
+        if output is not None:
+            plan.waiting = None
+            plan.together = True
+            if put_off is not None:
+                put_off.written = True
         return output
 
     def layer_forward(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A model's GDN layer; in a target verify its unpack may be put off."""
-        if not self.live or torch.compiler.is_compiling():
+        if not self.live or _is_compiling():
             return wrapped(*args, **kwargs)
         try:
             batch = adapter.batch_of(args, kwargs)
-            call = _LayerCall(adapter.layer_of(instance), batch) if adapter.is_target_verify(args, kwargs) else None
+            call = LayerCall(adapter.layer_of(instance), batch) if adapter.is_target_verify(args, kwargs) else None
         except Exception as error:
             self._ledger.failed("layer", error)
             call = None
@@ -572,11 +447,13 @@ class Overlay:
 
     def _sees_it_first(self, backend: Any) -> bool:
         """Whether no code of others can look at packed QKV before our conv has written it."""
-        own = type(backend) is self._backend_class and FORWARD not in vars(backend)
-        return own and all(place() for place in self._nobody_else)
+        if type(backend) is not self._backend_class or FORWARD in vars(backend):
+            return False
+        forward, conv = self._nobody_else
+        return forward() and conv()
 
     def _put_off(
-        self, call: _LayerCall, stock: Callable[..., Any], args: tuple[Any, ...], interleaved: bool
+        self, call: LayerCall, stock: Callable[..., Any], args: tuple[Any, ...], interleaved: bool
     ) -> PutOff | None:
         x, ba, num_k_heads, num_v_heads, head_k_dim, head_v_dim = args
         layer, rows = call.layer, x.shape[0]
@@ -585,30 +462,33 @@ class Overlay:
         if backend is None or not self._sees_it_first(backend):
             self._ledger.count("unpack", "left to stock: other code stands between the model and the backend")
             return None
-        shape = self._adapt.shape_of(backend, layer, call.batch, rows, qkv_dim, x.dtype)
-        if isinstance(shape, Decision) or self.routes.decide(shape).route not in _FUSED:
+        dtype = x.dtype
+        shape = self._adapt.shape_of(backend, layer, call.batch, rows, qkv_dim, dtype)
+        if isinstance(shape, Decision):
             return None
-        if ba.dtype != x.dtype or x.dim() != 2:
+        decision = self.routes.decide(shape)
+        if decision.route not in _FUSED or ba.dtype != dtype or x.dim() != 2:
             return None
+        device, empty = x.device, torch.empty
+        z = empty((rows, num_v_heads, head_v_dim), dtype=dtype, device=device)
+        b = empty((rows, num_v_heads), dtype=dtype, device=device)
+        a = empty((rows, num_v_heads), dtype=dtype, device=device)
+        unpack = Unpack(ba, z, b, a, interleaved, num_k_heads, head_k_dim)
 
-        def empty(*size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=x.dtype, device=x.device)
+        def kernel() -> ConvShape:
+            weight, bias, silu = adapter.conv_parameters(layer)
+            conv_state, windows = adapter.conv_buffers(backend, layer)
+            return conv_shape(
+                shape.num_requests, shape.draft_tokens, x, weight, bias, silu, conv_state, windows, unpack
+            )
 
-        unpack = Unpack(
-            ba=ba,
-            z=empty(rows, num_v_heads, head_v_dim),
-            b=empty(rows, num_v_heads),
-            a=empty(rows, num_v_heads),
-            interleaved=interleaved,
-            num_k_heads=num_k_heads,
-            head_k_dim=head_k_dim,
-        )
-        weight, bias, silu = adapter.conv_parameters(layer)
-        conv_state, windows = adapter.conv_buffers(backend, layer)
-        kernel = conv_shape(shape.num_requests, shape.draft_tokens, x, weight, bias, silu, conv_state, windows, unpack)
-        if not self._self_test.passed(kernel, lambda: conv_difference(kernel, self._stock_conv, stock)):
+        # The layer's parameters and buffers are those of its first call; the launch will look at them again.
+        heads = (num_k_heads, num_v_heads, head_k_dim, head_v_dim, interleaved)
+        key = (shape, heads, x.shape, x.stride(), dtype, device, ba.shape, ba.stride())
+        if not self._bundled.may_unpack(key, kernel, stock):
             return None
-        return PutOff(x, empty(rows, qkv_dim), unpack, stock, args)
+        packed = empty((rows, qkv_dim), dtype=dtype, device=device)
+        return PutOff(Origin(backend, layer, call.batch, shape, decision), x, packed, unpack, stock, args)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -65,7 +65,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
-        self._stages: dict[tuple[Protocol | None, Route], str] = {}
+        # The count's key of a decision, which is asked for at every call.
+        self._decided: dict[tuple[Protocol | None, Decision], tuple[str, str]] = {}
         # Whether a refusal ends the process.
         self.strict = False
         self.reporter: Reporter | None = None
@@ -118,14 +119,18 @@ class Ledger:
 
     def decided(self, protocol: Protocol | None, decision: Decision) -> None:
         """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
-        key = protocol, decision.route
-        stage = self._stages.get(key)
-        if stage is None:
-            kind = f"{protocol.value} target verify" if protocol else "target verify"
-            stage = self._stages[key] = f"{kind} -> {decision.route.value}"
+        key = self._decided.get((protocol, decision))
+        seen = self.counts.get(key, 0) if key is not None else 0
+        if key is not None and seen:
+            self.counts[key] = seen + 1
+            return
+        kind = f"{protocol.value} target verify" if protocol else "target verify"
+        stage = f"{kind} -> {decision.route.value}"
         if self.count(stage, decision.reason):
             level = logging.WARNING if decision.route is Route.UPSTREAM else logging.INFO
             LOGGER.log(level, "GDN zero-copy live (pid %d): %s: %s", os.getpid(), stage, decision.reason)
+        if len(self._decided) < self._LIMIT:
+            self._decided[protocol, decision] = stage, decision.reason
 
     def as_rows(self) -> list[dict[str, object]]:
         """The counts, most frequent first: stage, reason, count."""

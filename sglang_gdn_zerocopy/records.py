@@ -8,7 +8,12 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Route(str, Enum):
+class _Word(str, Enum):
+    # Hashed once a layer and step: as the string that it is, not by Enum's Python.
+    __hash__ = str.__hash__
+
+
+class Route(_Word):
     """What happens to one call of the backend's forward."""
 
     UPSTREAM = "upstream"
@@ -17,7 +22,7 @@ class Route(str, Enum):
     BUNDLED = "bundled conv and recurrence"
 
 
-class Consumer(str, Enum):
+class Consumer(_Word):
     """The kernel family that will read Q, K and V in this call."""
 
     TRITON = "triton"
@@ -26,7 +31,7 @@ class Consumer(str, Enum):
     UNKNOWN = "unknown"
 
 
-class Protocol(str, Enum):
+class Protocol(_Word):
     """How target verify keeps what a later commit needs."""
 
     SNAPSHOTS = "snapshots"

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy import activation, bundled, forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.harness import Harness
@@ -77,7 +77,7 @@ def test_a_self_test_that_cannot_run(
     stage: str,
     error: Any,
 ) -> None:
-    monkeypatch.setattr(forward, f"{stage}_difference", error)
+    monkeypatch.setattr(bundled, f"{stage}_difference", error)
     twin = Twin(harness, case)
     assert any(f"self-test of the bundled {stage} kernel failed" in text for text in declined())
     # Where the unpack's own test broke, the conv behind it asks for itself and says so too.
@@ -100,7 +100,7 @@ def test_a_launch_that_fails_before_it_writes(
     stage: str,
     error: Any,
 ) -> None:
-    monkeypatch.setattr(forward, "conv_update" if stage == "conv" else "recurrent_verify", error)
+    monkeypatch.setattr(bundled, "conv_update" if stage == "conv" else "recurrent_verify", error)
     twin = Twin(harness, case)
     (line,) = warnings_of(caplog)
     assert f"{stage} failed, stock takes over: " in line

@@ -5,6 +5,7 @@ Each failure that the route can meet is made to happen, and the answers have to 
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy import forward
+from sglang_gdn_zerocopy import bundled
 from sglang_gdn_zerocopy.bits import same_bits
+from sglang_gdn_zerocopy.calls import Origin, PutOff
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
 from sglang_gdn_zerocopy.lab.cases import Case, on_gpu
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
-from sglang_gdn_zerocopy.records import Decision, Protocol, Route
+from sglang_gdn_zerocopy.records import CallShape, Decision, Protocol, Route
 from sglang_gdn_zerocopy.self_test import conv as conv_test
 from sglang_gdn_zerocopy.self_test.memo import SelfTest
 from sglang_gdn_zerocopy.upstream import adapter
@@ -166,7 +168,7 @@ def test_a_launch_that_fails_leaves_the_call_to_stock(harness: Harness, monkeypa
     def explode(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(forward, "conv_update", explode)
+    monkeypatch.setattr(bundled, "conv_update", explode)
     twin = Twin(harness, LAYER)
     assert twin.launches == 2
     assert declined() == ["conv failed, stock takes over: RuntimeError: no kernel image"]
@@ -212,9 +214,46 @@ def test_a_route_that_changes_in_between_is_filled_first(harness: Harness, monke
         return Decision(Route.UPSTREAM, "changed its mind")
 
     monkeypatch.setattr(adapter.Adapter, "__call__", not_ours)
+    # For the objects that it was decided for it would not be asked again.
+    monkeypatch.setattr(PutOff, "is_for", lambda *args: False)
     twin = Twin(harness, LAYER)
     assert twin.launches == 3
     assert twin.equals_stock()
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("other", ["", "backend", "layer", "forward_batch", "mixed_qkv", "foo"])
+def test_a_projections_decision_is_for_its_own_call(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    """Reused for the very objects that it was made for; any other call is decided anew."""
+    overlay = sglang_gdn_zerocopy.activation._PROCESS.installation.overlay  # type: ignore[union-attr]  # switched on
+    assert overlay is not None
+    world, asked = world_of(PACKED), []
+    backend, batch, packed = harness.backend(world), harness.forward_batch(world), world.mixed_qkv
+    shape = overlay._adapt.shape_of(backend, world.layer, batch, packed.shape[0], packed.shape[1], packed.dtype)
+    assert isinstance(shape, CallShape)
+    origin = Origin(backend, world.layer, batch, shape, overlay.routes.decide(shape))
+    unpack: Any = None
+    put_off = PutOff(origin, packed, packed, unpack, lambda: None, ())
+    adapt = adapter.Adapter.__call__
+
+    def counted(self: Any, *args: Any) -> Any:
+        asked.append(args)
+        return adapt(self, *args)
+
+    monkeypatch.setattr(adapter.Adapter, "__call__", counted)
+    kwargs = {"layer": world.layer, "forward_batch": batch, "mixed_qkv": packed, "a": world.a, "b": world.b}
+    if other in kwargs:
+        kwargs[other] = packed[:] if other == "mixed_qkv" else copy.copy(kwargs[other])
+    elif other == "foo":
+        kwargs[other] = 1
+    plan = overlay._plan(harness.backend(world) if other == "backend" else backend, (), kwargs, put_off)
+    assert len(asked) == bool(other)
+    assert (plan is None) is (other == "foo")
+    if plan is not None:
+        assert plan.shape == shape
+        assert (plan.put_off is put_off) is (other != "mixed_qkv")
 
 
 @pytest.mark.usefixtures("switched_on")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy import activation, bundled, forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.forward import TOGETHER
 from sglang_gdn_zerocopy.kernels import conv_verify as kernel
@@ -109,11 +109,11 @@ def test_whatever_fails_before_the_launch(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, where: str
 ) -> None:
     if where == "self-test":
-        monkeypatch.setattr(forward, "one_launch_difference", explode)
+        monkeypatch.setattr(bundled, "one_launch_difference", explode)
     elif where == "launch":
-        monkeypatch.setattr(forward, "conv_verify", explode)
+        monkeypatch.setattr(bundled, "conv_verify", explode)
     else:
-        monkeypatch.setattr(forward, "OneLaunchShape", explode)
+        monkeypatch.setattr(bundled, "OneLaunchShape", explode)
     twin = Twin(harness, case)
     assert twin.launches == 1
     assert counts()["recurrence", "bundled"] == 1
@@ -127,8 +127,8 @@ def test_the_other_kernels_fail_as_well(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, stage: str
 ) -> None:
     """Then it is stock's conv, late, or stock's recurrence, and packed QKV is where everybody looks for it."""
-    monkeypatch.setattr(forward, "conv_verify", explode)
-    monkeypatch.setattr(forward, stage, explode)
+    monkeypatch.setattr(bundled, "conv_verify", explode)
+    monkeypatch.setattr(bundled, stage, explode)
     twin = Twin(harness, case)
     assert len(declined()) == 2
     assert_as_stock(twin, conv_state=True)
@@ -221,7 +221,7 @@ def test_shadow_mode(
         return output
 
     if touches:
-        monkeypatch.setattr(forward, "conv_verify", touching)
+        monkeypatch.setattr(bundled, "conv_verify", touching)
     twin = Twin(harness, case)
     assert counts()[TOGETHER] == 1
     assert counts()["shadow", "compared with stock"] == 1

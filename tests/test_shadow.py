@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy import activation, forward
+from sglang_gdn_zerocopy import activation, bundled, forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels.conv_update import conv_update
 from sglang_gdn_zerocopy.kernels.recurrent_verify import recurrent_verify
@@ -129,7 +129,7 @@ def test_a_wrong_conv_is_found_saved_and_left(
 ) -> None:
     """The self-test runs the right kernel; the one of the real call is wrong in a single element."""
     shadowed(1)
-    monkeypatch.setattr(forward, "conv_update", wrong_conv(result))
+    monkeypatch.setattr(bundled, "conv_update", wrong_conv(result))
     world = world_of(case)
     outputs = [harness.verify(world) for _ in range(2)]
     status = sglang_gdn_zerocopy.status()
@@ -178,7 +178,7 @@ def test_a_wrong_recurrence_is_found_at_the_next_shadowed_call(
 
     world = world_of(case)
     outputs = [harness.verify(world) for _ in range(2)]
-    monkeypatch.setattr(forward, "recurrent_verify", wrong)
+    monkeypatch.setattr(bundled, "recurrent_verify", wrong)
     outputs.append(harness.verify(world))
     assert sglang_gdn_zerocopy.status()["state"] == "fell back"
     assert ("shadow", "differs from stock: output") in counts()
@@ -191,7 +191,7 @@ def test_without_a_folder_it_still_falls_back(
 ) -> None:
     shadowed(1)
     monkeypatch.setattr(shadow_of(), "_folder", "")
-    monkeypatch.setattr(forward, "conv_update", wrong_conv("z"))
+    monkeypatch.setattr(bundled, "conv_update", wrong_conv("z"))
     harness.verify(world_of(LAYER))
     assert "its data was not saved: no SGLANG_GDN_ZEROCOPY_STATUS_DIR" in sglang_gdn_zerocopy.status()["reason"]
 
@@ -202,7 +202,7 @@ def test_a_folder_that_cannot_be_written_still_falls_back(
     shadowed(1)
     (tmp_path / "file").touch()
     monkeypatch.setattr(shadow_of(), "_folder", str(tmp_path / "file"))
-    monkeypatch.setattr(forward, "conv_update", wrong_conv("z"))
+    monkeypatch.setattr(bundled, "conv_update", wrong_conv("z"))
     harness.verify(world_of(LAYER))
     assert "its data could not be saved: FileExistsError" in sglang_gdn_zerocopy.status()["reason"]
 

@@ -7,13 +7,14 @@ buffer: four 16-bit cells make one 8-byte access wherever rows are aligned to it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_gdn_zerocopy.kernels.dependent_launch import starts_early
+from sglang_gdn_zerocopy.kernels.launch import Launch
 
 _QUAD = 4
 
@@ -466,6 +467,8 @@ def conv_update(
     packed: torch.Tensor,
     unpack: Unpack | None = None,
     tile: Tile | None = None,
+    *,
+    launch: Launch | None = None,
 ) -> None:
     """Causal conv over every request's draft tokens, and all that belongs to it, in one launch.
 
@@ -481,8 +484,51 @@ def conv_update(
     W - 1 inputs) and, with ``unpack``, its z, b and a. A row without slot leaves its part of packed, windows and
     state unwritten. Products have the operands' dtype and are summed in fp32 from the bias or zero, oldest tap first.
 
+    ``launch``: what :func:`conv_launch` said for such arguments before; nothing is checked again then.
+
     Raises ``ValueError`` before anything is written when shapes, strides or dtypes are not of this kind.
     """
+    if launch is None:
+        launch = conv_launch(
+            x, draft_tokens, weight, bias, silu, conv_state, slots, windows, window_rows, packed, unpack, tile
+        )
+    if unpack is None:
+        ba, z, b, a = x, packed, packed, packed
+    else:
+        ba, z, b, a = unpack.ba, unpack.z, unpack.b, unpack.a
+    _conv_update_kernel[launch.grid](
+        x,
+        ba,
+        weight,
+        weight if bias is None else bias,
+        conv_state,
+        slots,
+        windows,
+        window_rows,
+        packed,
+        z,
+        b,
+        a,
+        *launch.numbers,
+        **launch.constants,
+    )
+
+
+def conv_launch(
+    x: torch.Tensor,
+    draft_tokens: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    conv_state: torch.Tensor,
+    slots: torch.Tensor,
+    windows: torch.Tensor,
+    window_rows: torch.Tensor,
+    packed: torch.Tensor,
+    unpack: Unpack | None = None,
+    tile: Tile | None = None,
+) -> Launch:
+    """The launch of :func:`conv_update` on such arguments; ``ValueError`` for what that does not take."""
     rows, dim = packed.shape
     width = weight.shape[1]
     num_requests = slots.shape[0]
@@ -501,50 +547,42 @@ def conv_update(
         blocks += triton.cdiv(num_v_heads * head_v_dim // _QUAD, tile.quads)
     outputs = [packed] if unpack is None else [packed, unpack.z]
     pdl = starts_early(x.device)
-    _conv_update_kernel[(num_requests, blocks)](
-        x,
-        unpack.ba if unpack else x,
-        weight,
-        weight if bias is None else bias,
-        conv_state,
-        slots,
-        windows,
-        window_rows,
-        packed,
-        unpack.z if unpack else packed,
-        unpack.b if unpack else packed,
-        unpack.a if unpack else packed,
+    constants: dict[str, Any] = {
+        "T": draft_tokens,
+        "D": dim,
+        "W": width,
+        "WINDOW_STEPS": windows.shape[1],
+        "OVERLAPPING": overlapping,
+        "HAS_BIAS": bias is not None,
+        "SILU": silu,
+        "UNPACK": unpack is not None,
+        "INTERLEAVED": unpack is not None and unpack.interleaved,
+        "H": num_k_heads,
+        "HV": num_v_heads,
+        "K": head_k_dim,
+        "V": head_v_dim,
+        "NP2_HV": triton.next_power_of_2(num_v_heads),
+        "X_PACKED": fits_words(x, x.stride(0)),
+        "PARAM_PACKED": fits_words(weight) and (bias is None or fits_words(bias)),
+        "STATE_PACKED": fits_words(conv_state, conv_state.stride(0)),
+        "WINDOW_PACKED": fits_words(windows, windows.stride(0)),
+        "OUT_PACKED": all(fits_words(output) for output in outputs),
+        "PDL": pdl,
+        "SWAP": tile.swap,
+        "QUADS": tile.quads,
+        "num_warps": tile.warps,
+    }
+    if pdl:
+        constants["launch_pdl"] = True
+    strides = (
         x.stride(0),
         unpack.ba.stride(0) if unpack else 0,
         conv_state.stride(0),
         slots.stride(0),
         windows.stride(0),
         window_rows.stride(0),
-        T=draft_tokens,
-        D=dim,
-        W=width,
-        WINDOW_STEPS=windows.shape[1],
-        OVERLAPPING=overlapping,
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        UNPACK=unpack is not None,
-        INTERLEAVED=unpack is not None and unpack.interleaved,
-        H=num_k_heads,
-        HV=num_v_heads,
-        K=head_k_dim,
-        V=head_v_dim,
-        NP2_HV=triton.next_power_of_2(num_v_heads),
-        X_PACKED=fits_words(x, x.stride(0)),
-        PARAM_PACKED=fits_words(weight) and (bias is None or fits_words(bias)),
-        STATE_PACKED=fits_words(conv_state, conv_state.stride(0)),
-        WINDOW_PACKED=fits_words(windows, windows.stride(0)),
-        OUT_PACKED=all(fits_words(output) for output in outputs),
-        PDL=pdl,
-        SWAP=tile.swap,
-        QUADS=tile.quads,
-        num_warps=tile.warps,
-        **({"launch_pdl": True} if pdl else {}),
     )
+    return Launch((num_requests, blocks), strides, constants)
 
 
 def check_conv(

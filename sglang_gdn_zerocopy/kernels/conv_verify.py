@@ -13,6 +13,7 @@ sm_90.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import triton
@@ -35,6 +36,8 @@ from sglang_gdn_zerocopy.kernels.conv_update import (
     store4,
     store_windows,
 )
+from sglang_gdn_zerocopy.kernels.dependent_launch import is_sm90
+from sglang_gdn_zerocopy.kernels.launch import Launch
 from sglang_gdn_zerocopy.kernels.recurrent_verify import (
     HEAD_DIM,
     NORM_EPSILON,
@@ -45,7 +48,8 @@ from sglang_gdn_zerocopy.kernels.recurrent_verify import (
     FoldRing,
     Snapshots,
     check_recurrence,
-    kept_arguments,
+    kept_buffers,
+    kept_measures,
     launch_options,
     prepare_tokens,
     run_tokens,
@@ -633,6 +637,11 @@ def _conv_verify_explicit_kernel(
     s_raw._keep_alive()
 
 
+@cache
+def _uncapped(config: Config) -> Config:
+    return replace(config, max_registers=None)
+
+
 def choose(
     protocol: str, state_dtype: torch.dtype, heads: int, draft_tokens: int, device: torch.device
 ) -> Config | None:
@@ -640,12 +649,12 @@ def choose(
 
     ``heads`` is N * HV, see ``Choice``.
     """
-    if draft_tokens > MOST_TOKENS or device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if draft_tokens > MOST_TOKENS or not is_sm90(device):
         return None
     for choice in CHOICES:
         if (choice.protocol, choice.state_dtype) == (protocol, state_dtype) and heads <= choice.max_heads:
             # The cap on registers was found with four tokens; with more of them the compiler would spill.
-            return choice.config if draft_tokens <= 4 else replace(choice.config, max_registers=None)
+            return choice.config if draft_tokens <= 4 else _uncapped(choice.config)
     return None
 
 
@@ -671,6 +680,7 @@ def conv_verify(
     reciprocal_norm: bool,
     overlap: bool = False,
     config: Config | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Verify N chains of T = ``draft_tokens`` tokens from the projection on; returns the output [1, N * T, HV, V].
 
@@ -687,10 +697,91 @@ def conv_verify(
 
     ``overlap``: launch it as a programmatic dependent of the kernel before it, which must not write ``weight``,
     ``bias``, ``a_log`` or ``dt_bias``: they are read early. ``config``: instead of what ``choose`` says, where it says
-    None the portable one.
+    None the portable one. ``launch``: what :func:`one_launch` said for such arguments before; nothing is checked again
+    then.
 
     Raises ``ValueError`` before anything is written for what it does not take.
     """
+    if launch is None:
+        launch = one_launch(
+            x,
+            draft_tokens,
+            weight,
+            bias,
+            silu,
+            conv_state,
+            slots,
+            windows,
+            window_rows,
+            unpack,
+            a,
+            b,
+            a_log,
+            dt_bias,
+            state,
+            starts,
+            kept,
+            reciprocal_norm=reciprocal_norm,
+            overlap=overlap,
+            config=config,
+        )
+    out = torch.empty(launch.output, dtype=x.dtype, device=x.device)
+    if not launch.grid:
+        return out
+    if unpack is None:
+        raw_a, raw_b, z, kept_a, kept_b = a, b, None, None, None
+    else:
+        raw_a, raw_b, z, kept_a, kept_b = unpack.ba, unpack.ba, unpack.z, unpack.a, unpack.b
+    kernel = _conv_verify_explicit_kernel if launch.explicit else _conv_verify_kernel
+    kernel[launch.grid](
+        x,
+        raw_a,
+        raw_b,
+        weight,
+        bias,
+        conv_state,
+        slots,
+        windows,
+        window_rows,
+        z,
+        kept_a,
+        kept_b,
+        a_log,
+        dt_bias,
+        out,
+        state,
+        starts,
+        *kept_buffers(kept),
+        *launch.numbers,
+        **launch.constants,
+    )
+    return out
+
+
+def one_launch(
+    x: torch.Tensor,
+    draft_tokens: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    conv_state: torch.Tensor,
+    slots: torch.Tensor,
+    windows: torch.Tensor,
+    window_rows: torch.Tensor,
+    unpack: Unpack | None,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    starts: torch.Tensor,
+    kept: FoldRing | Snapshots,
+    *,
+    reciprocal_norm: bool,
+    overlap: bool = False,
+    config: Config | None = None,
+) -> Launch:
+    """The launch of :func:`conv_verify` on such arguments; ``ValueError`` for what that does not take."""
     rows, (dim, width), N = x.shape[0], weight.shape, starts.shape[0] - 1
     require(slots.shape[0] == N, f"{slots.shape[0]} slots for {N} requests")
     overlapping = check_conv(x, rows, draft_tokens, weight, bias, conv_state, slots, windows, window_rows)
@@ -708,18 +799,16 @@ def conv_verify(
     require((K, V) == (HEAD_DIM, HEAD_DIM), f"head dims {K} and {V}, only {HEAD_DIM} is taken")
     require(H > 0 and HV % H == 0 and dim == (2 * H + HV) * K, f"{dim} channels are not those of {HV} value heads")
     check_recurrence(rows, HV, a, b, a_log, dt_bias, state, slots, starts)
-    protocol, buffers, measures = kept_arguments(kept, state, N, H)
+    protocol, measures = kept_measures(kept, state, N, H)
     if config is None:
         config = choose(protocol, state.dtype, N * HV, draft_tokens, x.device) or PORTABLE
     options = launch_options(config, state, 4 if draft_tokens <= 4 else MOST_TOKENS)
-    kernel = _conv_verify_kernel
     if config.implementation == "portable":
         # The interpreter has an order of its own, the same one wherever the numbers come from.
-        options["LEAVES"] = isinstance(kernel, triton.JITFunction)
+        options["LEAVES"] = isinstance(_conv_verify_kernel, triton.JITFunction)
     if config.implementation == "explicit":
         require(config.blocks == 1, f"{config} has more than one block")
         require(draft_tokens <= MOST_TOKENS, f"{config} takes {MOST_TOKENS} draft tokens, not {draft_tokens}")
-        kernel = _conv_verify_explicit_kernel
         # Columns of z only where there is a projection that has them.
         quads = (2 * K + config.columns * (1 if unpack is None else 2)) // 4
         quads = max(triton.next_power_of_2(quads), 32 * config.warps)
@@ -732,31 +821,30 @@ def conv_verify(
             "QUADS": quads,
             "QUAD": gl.BlockedLayout([1], [32], [config.warps], [0]),
         }
-    out = torch.empty((1, rows, HV, V), dtype=x.dtype, device=x.device)
-    if not rows:
-        return out
     if overlap:
         options["launch_pdl"] = True
-    kernel[(V // config.columns, HV, N)](
-        x,
-        raw_a,
-        raw_b,
-        weight,
-        bias,
-        conv_state,
-        slots,
-        windows,
-        window_rows,
-        unpack.z if unpack else None,
-        unpack.a if unpack else None,
-        unpack.b if unpack else None,
-        a_log,
-        dt_bias,
-        out,
-        state,
-        starts,
-        *buffers,
-        K**-0.5,
+    constants = {
+        "T": draft_tokens,
+        "W": width,
+        "WINDOW_STEPS": windows.shape[1],
+        "OVERLAPPING": overlapping,
+        "HAS_BIAS": bias is not None,
+        "SILU": silu,
+        "UNPACK": unpack is not None,
+        "INTERLEAVED": unpack is not None and unpack.interleaved,
+        "H": H,
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "BV": config.columns,
+        "RING": protocol == "ring",
+        "RECIPROCAL": reciprocal_norm,
+        "THRESHOLD": SOFTPLUS_THRESHOLD,
+        "EPSILON": NORM_EPSILON,
+        "OVERLAP": overlap,
+        **options,
+    }
+    strides = (
         x.stride(0),
         raw_a.stride(-2),
         raw_b.stride(-2),
@@ -764,25 +852,11 @@ def conv_verify(
         windows.stride(0),
         window_rows.stride(0),
         state.stride(0),
-        *measures,
-        T=draft_tokens,
-        W=width,
-        WINDOW_STEPS=windows.shape[1],
-        OVERLAPPING=overlapping,
-        HAS_BIAS=bias is not None,
-        SILU=silu,
-        UNPACK=unpack is not None,
-        INTERLEAVED=unpack is not None and unpack.interleaved,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BV=config.columns,
-        RING=protocol == "ring",
-        RECIPROCAL=reciprocal_norm,
-        THRESHOLD=SOFTPLUS_THRESHOLD,
-        EPSILON=NORM_EPSILON,
-        OVERLAP=overlap,
-        **options,
     )
-    return out
+    return Launch(
+        grid=(V // config.columns, HV, N) if rows else (),
+        numbers=(K**-0.5, *strides, *measures),
+        constants=constants,
+        explicit=config.implementation == "explicit",
+        output=(1, rows, HV, V),
+    )

@@ -27,6 +27,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from sglang_gdn_zerocopy.kernels.dependent_launch import is_sm90
+from sglang_gdn_zerocopy.kernels.launch import Launch
+
 HEAD_DIM = 128
 """The only K and V taken: all GDN models so far have it, and the order of the sums is known for it."""
 
@@ -840,6 +843,7 @@ def recurrent_verify(
     reciprocal_norm: bool,
     overlap: bool = False,
     config: Config | None = None,
+    launch: Launch | None = None,
 ) -> torch.Tensor:
     """Verify N chains of draft tokens and return the output [1, rows, HV, V] in the type of ``q``.
 
@@ -850,25 +854,19 @@ def recurrent_verify(
     request and the end; an empty one writes nothing. ``kept`` is written: see ``FoldRing`` and ``Snapshots``.
     ``reciprocal_norm``: x * (1 / norm) as stock does it from 0.5.22, before that x / norm. ``overlap``: launch it as a
     programmatic dependent of the kernel before it, which must not write ``state``, ``slots``, ``starts`` or the rows of
-    ``kept``: they are read early. ``config``: instead of what ``choose`` says.
+    ``kept``: they are read early. ``config``: instead of what ``choose`` says. ``launch``: what
+    :func:`recurrent_launch` said for such arguments before; nothing is checked again then.
 
     Raises ``ValueError`` before anything is written for what it does not take.
     """
-    _, rows, H, K = k.shape
-    HV, V = v.shape[2:]
-    N = starts.shape[0] - 1
-    _check_inputs(q, k, v, a, b, a_log, dt_bias, state, slots, starts)
-    protocol, buffers, measures = kept_arguments(kept, state, N, H)
-    if config is None:
-        config = choose(protocol, state.dtype, N * HV, q.device)
-    options = launch_options(config, state, 4 if rows <= 4 * N else 8)
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    if not N or not rows:
+    if launch is None:
+        inputs = Inputs(q, k, v, a, b, a_log, dt_bias, state, slots, starts)
+        launch = recurrent_launch(inputs, kept, reciprocal_norm=reciprocal_norm, overlap=overlap, config=config)
+    out = torch.empty(launch.output, dtype=q.dtype, device=q.device)
+    if not launch.grid:
         return out
-    if overlap:
-        options["launch_pdl"] = True
-    kernel = _recurrent_verify_kernel if config.implementation == "portable" else _recurrent_verify_explicit_kernel
-    kernel[(V // (config.columns * config.blocks), HV, N)](
+    kernel = _recurrent_verify_explicit_kernel if launch.explicit else _recurrent_verify_kernel
+    kernel[launch.grid](
         q,
         k,
         v,
@@ -880,43 +878,69 @@ def recurrent_verify(
         state,
         slots,
         starts,
-        *buffers,
-        K**-0.5,
-        q.stride(1),
-        k.stride(1),
-        v.stride(1),
-        a.stride(-2),
-        b.stride(-2),
-        state.stride(0),
-        *measures,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BV=config.columns,
-        RING=protocol == "ring",
-        RECIPROCAL=reciprocal_norm,
-        THRESHOLD=SOFTPLUS_THRESHOLD,
-        EPSILON=NORM_EPSILON,
-        OVERLAP=overlap,
-        **options,
+        *kept_buffers(kept),
+        *launch.numbers,
+        **launch.constants,
     )
     return out
 
 
-def kept_arguments(
-    kept: FoldRing | Snapshots, state: torch.Tensor, N: int, H: int
-) -> tuple[str, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
-    """The protocol, and the kernels' arguments for what is kept; ``ValueError`` for what does not fit ``state``.
+def recurrent_launch(
+    inputs: Inputs,
+    kept: FoldRing | Snapshots,
+    *,
+    reciprocal_norm: bool,
+    overlap: bool = False,
+    config: Config | None = None,
+) -> Launch:
+    """The launch of :func:`recurrent_verify` on such arguments; ``ValueError`` for what that does not take."""
+    q, k, v, a, b, _, _, state, _, starts = inputs
+    _, rows, H, K = k.shape
+    HV, V = v.shape[2:]
+    N = starts.shape[0] - 1
+    _check_inputs(*inputs)
+    protocol, measures = kept_measures(kept, state, N, H)
+    if config is None:
+        config = choose(protocol, state.dtype, N * HV, q.device)
+    options = launch_options(config, state, 4 if rows <= 4 * N else 8)
+    if overlap:
+        options["launch_pdl"] = True
+    constants = {
+        "H": H,
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "BV": config.columns,
+        "RING": protocol == "ring",
+        "RECIPROCAL": reciprocal_norm,
+        "THRESHOLD": SOFTPLUS_THRESHOLD,
+        "EPSILON": NORM_EPSILON,
+        "OVERLAP": overlap,
+        **options,
+    }
+    strides = (q.stride(1), k.stride(1), v.stride(1), a.stride(-2), b.stride(-2), state.stride(0))
+    return Launch(
+        grid=(V // (config.columns * config.blocks), HV, N) if N and rows else (),
+        numbers=(K**-0.5, *strides, *measures),
+        constants=constants,
+        explicit=config.implementation == "explicit",
+        output=tuple(v.shape),
+    )
 
-    First the buffers: snapshots, their rows, then the ring's four. Then the strides of each in the same order and the
-    length of the ring.
-    """
+
+def kept_buffers(kept: FoldRing | Snapshots) -> tuple[torch.Tensor | None, ...]:
+    """The kernels' arguments for what is kept: snapshots, their rows, then the ring's four; None for the others'."""
+    return (None, None, *kept) if isinstance(kept, FoldRing) else (*kept, None, None, None, None)
+
+
+def kept_measures(kept: FoldRing | Snapshots, state: torch.Tensor, N: int, H: int) -> tuple[str, tuple[int, ...]]:
+    """The protocol, and the strides of each of :func:`kept_buffers` in the same order with the length of the ring;
+    ``ValueError`` for what does not fit ``state``."""
     if isinstance(kept, FoldRing):
         length = _check_ring(kept, H, state.shape[1])
-        return "ring", (None, None, *kept), (0, 0, *(n for buffer in kept for n in buffer.stride()[:3]), length)
+        return "ring", (0, 0, *(n for buffer in kept for n in buffer.stride()[:3]), length)
     _check_snapshots(kept, state, N)
-    return "snapshots", (*kept, None, None, None, None), (*kept.states.stride()[:2], *(0,) * 13)
+    return "snapshots", (*kept.states.stride()[:2], *(0,) * 13)
 
 
 def launch_options(config: Config, state: torch.Tensor, tokens: int) -> dict[str, Any]:
@@ -934,7 +958,7 @@ def launch_options(config: Config, state: torch.Tensor, tokens: int) -> dict[str
 
 def choose(protocol: str, state_dtype: torch.dtype, heads: int, device: torch.device) -> Config:
     """From ``CHOICES`` on sm_90, stock's own tile everywhere else; ``heads`` is N * HV, see ``Choice``."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+    if is_sm90(device):
         for choice in CHOICES:
             if (choice.protocol, choice.state_dtype) == (protocol, state_dtype) and heads <= choice.max_heads:
                 return choice.config

@@ -54,25 +54,6 @@ def recurrence_shape(
     draft_tokens: int, inputs: Inputs, kept: FoldRing | Snapshots, reciprocal_norm: bool
 ) -> RecurrenceShape:
     """The shape of a :func:`recurrent_verify` launch on these tensors, of which only sizes are read."""
-    # Asked once a layer and step: what the answer is made of is enough to find the one of before.
-    device = inputs.state.device
-    sizes = tuple([(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (*inputs, *kept)])
-    key = (draft_tokens, reciprocal_norm, device, sizes)
-    known = _KNOWN.get(key)
-    if known is None:
-        if len(_KNOWN) >= _KNOWN_LIMIT:
-            _KNOWN.clear()
-        known = _KNOWN[key] = _recurrence_shape(draft_tokens, inputs, kept, reciprocal_norm)
-    return known
-
-
-_KNOWN: dict[tuple[object, ...], RecurrenceShape] = {}
-_KNOWN_LIMIT = 65536
-
-
-def _recurrence_shape(
-    draft_tokens: int, inputs: Inputs, kept: FoldRing | Snapshots, reciprocal_norm: bool
-) -> RecurrenceShape:
     protocol = "ring" if isinstance(kept, FoldRing) else "snapshots"
     device = inputs.state.device
     heads = (inputs.starts.shape[0] - 1) * inputs.v.shape[2]

@@ -31,6 +31,23 @@ from sglang_gdn_zerocopy.upstream.releases import (
 
 # Of the conv's keyword arguments, its tensors.
 _CONV_INDICES = ("conv_state_indices", "intermediate_conv_window", "intermediate_state_indices")
+_RETRIEVE = tuple(name for name in sorted(CONV_KEYWORDS) if name.startswith("retrieve_"))
+_CONV_KNOWN = CONV_KEYWORDS.union(CONV_ARGUMENTS)
+_RECURRENCE_KNOWN = frozenset(
+    {
+        *RECURRENCE_INPUTS,
+        *RECURRENCE_FIXED,
+        *RECURRENCE_RING,
+        *RECURRENCE_SNAPSHOTS,
+        "cache_ring",
+        "cache_steps",
+    }
+)
+_RECURRENCE_FIXED = tuple(RECURRENCE_FIXED.items())
+# Looked up once: in Python 3.11 an enum's member costs more than a global.
+_FOLD_RING, _CIRCULAR_RING, _SNAPSHOTS = Protocol.FOLD_RING, Protocol.CIRCULAR_RING, Protocol.SNAPSHOTS
+_TRITON = Consumer.TRITON
+_LAYER, _BATCH, _PACKED = FORWARD_ARGUMENTS[:3]
 _DTYPE_NAMES = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -40,15 +57,17 @@ _DTYPE_NAMES = {
 
 def is_target_verify(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call's mode flag says target verify. The flag decides, never the shape."""
-    return bool(batch_of(args, kwargs).forward_mode.is_target_verify())
+    batch = args[1] if len(args) > 1 else kwargs["forward_batch"]
+    return bool(batch.forward_mode.is_target_verify())
 
 
 class ConvCall(NamedTuple):
     """What one call of stock's conv works on, see :func:`sglang_gdn_zerocopy.kernels.conv_update.conv_update`.
 
-    ``rows`` [N * T, D]: the packed rows that stock passes as a transposed view.
+    ``x`` [N, D, T]: as stock passes it. ``rows`` [N * T, D]: the packed rows that it is a transposed view of.
     """
 
+    x: torch.Tensor
     rows: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -59,30 +78,47 @@ class ConvCall(NamedTuple):
     window_rows: torch.Tensor
 
 
-def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ConvCall:
-    """The conv call of a target-verify chain from stock's arguments.
+def read_conv_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], packed: torch.Tensor | None = None) -> ConvCall:
+    """The conv call of a target-verify chain from stock's arguments; ``rows`` is ``packed`` where ``x`` is its view.
 
     Raises ``ValueError`` for a call with other arguments, for a tree, and for anything that is not there.
     """
-    known = dict(zip(CONV_ARGUMENTS, args, strict=False)) | dict(kwargs)
-    strange = known.keys() - set(CONV_ARGUMENTS) - CONV_KEYWORDS
-    if strange or len(args) > len(CONV_ARGUMENTS):
-        raise ValueError(f"stock's conv was called with {', '.join(sorted(strange)) or 'more arguments'}")
-    if any(known.get(name) is not None for name in CONV_KEYWORDS if name.startswith("retrieve_")):
-        raise ValueError("stock's conv was called for a draft tree")
-    tensors: list[Any] = [known.get(name) for name in ("x", "weight", "conv_state", *_CONV_INDICES)]
-    x, weight, conv_state, slots, windows, window_rows = tensors
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or x.dim() != 3:
+    if len(args) > len(CONV_ARGUMENTS) or not _CONV_KNOWN.issuperset(kwargs):
+        strange = sorted(kwargs.keys() - _CONV_KNOWN)
+        raise ValueError(f"stock's conv was called with {', '.join(strange) or 'more arguments'}")
+    if len(args) == len(CONV_ARGUMENTS):
+        known = kwargs
+        x, conv_state, weight, bias, activation = args
+    else:
+        known = dict(zip(CONV_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        x, conv_state, weight, bias, activation = _given(known, CONV_ARGUMENTS)
+    for name in _RETRIEVE:
+        if known.get(name) is not None:
+            raise ValueError("stock's conv was called for a draft tree")
+    slots, windows, window_rows = _given(known, _CONV_INDICES)
+    for tensor in (x, weight, conv_state, slots, windows, window_rows):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError("stock's conv was called without one of its tensors")
+    if x.dim() != 3:
         raise ValueError("stock's conv was called without one of its tensors")
-    return ConvCall(
-        rows=x.transpose(1, 2).view(-1, x.shape[1]),
-        weight=weight,
-        bias=known.get("bias"),
-        silu=_is_silu(known.get("activation")),
-        conv_state=conv_state,
-        slots=slots,
-        windows=windows,
-        window_rows=window_rows,
+    rows = packed
+    if rows is None or not _is_transposed_view(x, rows):
+        rows = x.transpose(1, 2).view(-1, x.shape[1])
+    return ConvCall(x, rows, weight, bias, _is_silu(activation), conv_state, slots, windows, window_rows)
+
+
+def _given(known: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple([known.get(name) for name in names])
+
+
+def _is_transposed_view(x: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Whether ``x`` [N, D, T] is all of the dense ``packed`` [N * T, D]."""
+    requests, dim, tokens = x.shape
+    return (
+        x.data_ptr() == packed.data_ptr()
+        and x.stride() == (tokens * dim, 1, dim)
+        and packed.shape == (requests * tokens, dim)
+        and x.dtype == packed.dtype
     )
 
 
@@ -115,27 +151,19 @@ def read_recurrence_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Re
 
     Raises ``ValueError`` for a call with other arguments or other values of those that stock keeps fixed.
     """
-    known = {
-        *RECURRENCE_INPUTS,
-        *RECURRENCE_FIXED,
-        *RECURRENCE_RING,
-        *RECURRENCE_SNAPSHOTS,
-        "cache_ring",
-        "cache_steps",
-    }
-    strange = kwargs.keys() - known
-    if args or strange:
-        raise ValueError(f"stock's recurrence was called with {', '.join(sorted(strange)) or 'positional arguments'}")
-    for name, value in RECURRENCE_FIXED.items():
+    if args or not _RECURRENCE_KNOWN.issuperset(kwargs):
+        strange = sorted(kwargs.keys() - _RECURRENCE_KNOWN)
+        raise ValueError(f"stock's recurrence was called with {', '.join(strange) or 'positional arguments'}")
+    for name, value in _RECURRENCE_FIXED:
         given = kwargs.get(name)
         if given is not value and given != value:
             raise ValueError(f"stock's recurrence was called with {name}={given!r}")
     names = RECURRENCE_RING if kwargs.get("cache_ring") else RECURRENCE_SNAPSHOTS
-    tensors = [kwargs.get(name) for name in (*RECURRENCE_INPUTS, *names)]
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise ValueError("stock's recurrence was called without one of its tensors")
-    count = len(RECURRENCE_INPUTS)
-    return RecurrenceCall(tuple(tensors[:count]), tuple(tensors[count:]))  # type: ignore[arg-type]  # looked at above
+    inputs, kept = _given(kwargs, RECURRENCE_INPUTS), _given(kwargs, names)
+    for tensor in (*inputs, *kept):
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError("stock's recurrence was called without one of its tensors")
+    return RecurrenceCall(inputs, kept)
 
 
 def stock_recurrence_with(recurrence: Callable[..., Any]) -> Callable[..., torch.Tensor]:
@@ -232,16 +260,19 @@ class StockPath:
     """The way from a model's layer to the backend, as stock has it: no other code may see packed QKV on it."""
 
     def __init__(self) -> None:
-        self._own = [_own_functions(*place) for place in PATH]
+        # A class, its members as they are at any time, and those functions of it that are stock's own.
+        places = [_own_functions(*place) for place in PATH]
+        self._own = [(kind, vars(kind), tuple(functions.items())) for kind, functions in places]
 
     def backend_of(self, layer: Any) -> Any:
         """The GDN backend that ``layer``'s call will reach, None when someone else's code may stand in between."""
         hybrid = sys.modules[FORWARD_CONTEXT_MODULE].get_attn_backend()
-        for thing, (kind, functions) in zip((layer, hybrid), self._own, strict=True):
+        for thing, (kind, members, functions) in zip((layer, hybrid), self._own, strict=True):
             if type(thing) is not kind or not functions:
                 return None
-            for name, function in functions.items():
-                if vars(kind).get(name) is not function or name in vars(thing):
+            own = vars(thing)
+            for name, function in functions:
+                if members.get(name) is not function or name in own:
                     return None
         return hybrid.linear_attn_backend
 
@@ -281,20 +312,29 @@ class Adapter:
         self._backend_class = getattr(module, BACKEND_CLASS)
         self._triton_class = getattr(module, TRITON_VERIFY_CLASS)
         self._release = release
+        self._protocols = release.protocols
+        self._copies = release.copies
         self._known_kwargs = release.call_kwargs | set(FORWARD_ARGUMENTS)
+
+    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether all keyword arguments of a call of the backend's forward are known."""
+        return self._known_kwargs.issuperset(kwargs)
 
     def __call__(self, backend: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallShape | Decision:
         """The shape of a target-verify call on ``backend`` (the bound instance), or why it is not ours.
 
         ``args`` and ``kwargs`` are what the caller passed; nothing in them is written.
         """
-        if not self._known_kwargs.issuperset(kwargs):
+        if not self.knows(kwargs):
             return _not_ours(f"unknown argument {', '.join(sorted(kwargs.keys() - self._known_kwargs))}")
-        layer, batch, mixed_qkv = layer_in(args, kwargs), batch_of(args, kwargs), packed_of(args, kwargs)
-        if not isinstance(mixed_qkv, torch.Tensor) or mixed_qkv.dim() != 2:
+        if args:
+            layer, batch, mixed_qkv = layer_in(args, kwargs), batch_of(args, kwargs), packed_of(args, kwargs)
+        else:
+            layer, batch, mixed_qkv = kwargs[_LAYER], kwargs[_BATCH], kwargs[_PACKED]
+        size = mixed_qkv.shape if isinstance(mixed_qkv, torch.Tensor) else ()
+        if len(size) != 2:
             return _not_ours("mixed_qkv is not one tensor of shape [rows, qkv_dim]")
-        rows, qkv_dim = mixed_qkv.shape
-        return self.shape_of(backend, layer, batch, rows, qkv_dim, mixed_qkv.dtype)
+        return self.shape_of(backend, layer, batch, size[0], size[1], mixed_qkv.dtype)
 
     def shape_of(
         self, backend: Any, layer: Any, batch: Any, rows: int, qkv_dim: int, dtype: torch.dtype
@@ -304,10 +344,11 @@ class Adapter:
             return _not_ours(f"{type(backend).__name__} is not {BACKEND_CLASS} itself")
         if getattr(backend, "mis_metadata", None) is not None:
             return _not_ours("multi-item scoring is active")
-        draft_tokens = getattr(batch.spec_info, "draft_token_num", None)
+        spec_info = batch.spec_info
+        draft_tokens = getattr(spec_info, "draft_token_num", None)
         if not isinstance(draft_tokens, int) or draft_tokens < 1:
             return _not_ours(f"spec_info has draft_token_num {draft_tokens!r}")
-        if getattr(batch.spec_info, "ragged_verify_layout", None) is not None:
+        if getattr(spec_info, "ragged_verify_layout", None) is not None:
             return _not_ours("a ragged verify layout is set")
         if rows == 0 or rows % draft_tokens:
             return _not_ours(f"{rows} rows are no whole number of requests of {draft_tokens} draft tokens")
@@ -316,48 +357,51 @@ class Adapter:
         pool = backend.req_to_token_pool.mamba_pool
         cache = pool.mamba_cache
         protocol = _protocol(pool, cache)
-        if protocol not in self._release.protocols:
+        if protocol not in self._protocols:
             return _not_ours(f"{protocol.value} target verify is untested on SGLang {self._release.version}")
         tree = backend.forward_metadata.retrieve_parent_token is not None
         state_dtype = cache.temporal.dtype
         consumer, name = self._consumer(backend.kernel_dispatcher, protocol, tree, state_dtype, draft_tokens)
-        # In the order of its fields: by name it would take twice as long, and this runs once a layer and step.
-        return CallShape(
-            layer.layer_id,
-            protocol,
-            consumer,
-            name,
-            tree,
-            rows // draft_tokens,
-            draft_tokens,
-            layer.num_k_heads,
-            layer.num_v_heads,
-            layer.head_k_dim,
-            layer.head_v_dim,
-            qkv_dim,
-            getattr(self._module, COPY_LIMIT) if self._release.copies else 0,
-            _DTYPE_NAMES.get(dtype, "other"),
-            _DTYPE_NAMES.get(state_dtype, "other"),
-            self._bundled_kernels,
-            self._bundled_recurrence,
+        # As the tuple that it is: by name it would take three times as long, and this runs once a layer and step.
+        return tuple.__new__(
+            CallShape,
+            (
+                layer.layer_id,
+                protocol,
+                consumer,
+                name,
+                tree,
+                rows // draft_tokens,
+                draft_tokens,
+                layer.num_k_heads,
+                layer.num_v_heads,
+                layer.head_k_dim,
+                layer.head_v_dim,
+                qkv_dim,
+                getattr(self._module, COPY_LIMIT) if self._copies else 0,
+                _DTYPE_NAMES.get(dtype, "other"),
+                _DTYPE_NAMES.get(state_dtype, "other"),
+                self._bundled_kernels,
+                self._bundled_recurrence,
+            ),
         )
 
     def _consumer(
         self, dispatcher: Any, protocol: Protocol, tree: bool, state_dtype: torch.dtype, draft_tokens: int
     ) -> tuple[Consumer, str]:
-        if protocol is Protocol.FOLD_RING:
+        if protocol is _FOLD_RING:
             # Stock's own test for the CuTe DSL ring kernel.
             if dispatcher.verify_kernel_is_flashinfer and state_dtype is torch.bfloat16 and draft_tokens >= 3:
                 return Consumer.CUTEDSL, "gated_delta_rule_mtp"
-            return Consumer.TRITON, "fused_sigmoid_gating_delta_rule_update"
-        if protocol is Protocol.CIRCULAR_RING:
-            return Consumer.TRITON, "gdn_replayssm_spec_decode"
+            return _TRITON, "fused_sigmoid_gating_delta_rule_update"
+        if protocol is _CIRCULAR_RING:
+            return _TRITON, "gdn_replayssm_spec_decode"
         kernel = dispatcher.verify_kernel
         if tree:
             # Releases before 0.5.16 have no kernel of their own for trees.
             kernel = getattr(dispatcher, "tree_verify_kernel", kernel)
         if type(kernel) is self._triton_class:
-            return Consumer.TRITON, TRITON_VERIFY_CLASS
+            return _TRITON, TRITON_VERIFY_CLASS
         name = type(kernel).__name__
         return (Consumer.FLASHINFER if name == FLASHINFER_VERIFY_CLASS else Consumer.UNKNOWN), name
 
@@ -366,7 +410,7 @@ def _protocol(pool: Any, cache: Any) -> Protocol:
     """Stock's order of tests: fold ring, circular ring, else snapshots."""
     if not getattr(pool, "replayssm_is_kda", False):
         if getattr(cache, "replayssm_rawv", None) is not None and getattr(pool, "replayssm_spec_fold", False):
-            return Protocol.FOLD_RING
+            return _FOLD_RING
         if getattr(cache, "replayssm_d", None) is not None and getattr(pool, "replayssm_cache_base", None) is not None:
-            return Protocol.CIRCULAR_RING
-    return Protocol.SNAPSHOTS
+            return _CIRCULAR_RING
+    return _SNAPSHOTS

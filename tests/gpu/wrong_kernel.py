@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_gdn_zerocopy import forward, hookimpl
+from sglang_gdn_zerocopy import bundled, hookimpl
 from sglang_gdn_zerocopy.records import CallShape
 from tests.gpu.live_server import FIRST_WRONG
 
@@ -36,4 +36,4 @@ def gdn_zerocopy_route(shape: CallShape) -> None:
 
 
 for kernel in ("recurrent_verify", "conv_verify"):
-    vars(forward)[kernel] = _Wrong(vars(forward)[kernel], int(os.environ[FIRST_WRONG]))
+    vars(bundled)[kernel] = _Wrong(vars(bundled)[kernel], int(os.environ[FIRST_WRONG]))

@@ -21,6 +21,7 @@ from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.kernels import conv_verify as cv
 from sglang_gdn_zerocopy.kernels import recurrent_verify as rv
 from sglang_gdn_zerocopy.kernels.conv_update import conv_update
+from sglang_gdn_zerocopy.kernels.dependent_launch import is_sm90
 from sglang_gdn_zerocopy.kernels.recurrent_verify import Config
 from tests.gpu.recurrent_verify import Case, Combination, make_world
 from tests.kernels.sm90 import TARGET
@@ -304,7 +305,7 @@ def test_the_explicit_one_takes_eight_tokens() -> None:
 
 def test_where_one_launch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cv, "is_sm90", lambda device: device == gpu)
     for row in cv.CHOICES:
         assert cv.choose(row.protocol, row.state_dtype, row.max_heads, 8, gpu) is not None
         assert row.config.implementation == "explicit"
@@ -312,8 +313,16 @@ def test_where_one_launch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cv.choose("ring", torch.float32, 32, 9, gpu) is None
     assert cv.choose("ring", torch.float16, 32, 4, gpu) is None
     assert cv.choose("ring", torch.float32, 32, 4, torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(cv, "is_sm90", lambda device: False)
     assert cv.choose("ring", torch.float32, 32, 4, gpu) is None
+
+
+def test_what_is_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = is_sm90.__wrapped__
+    for capability in ((9, 0), (8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert asked(torch.device("cuda")) is (capability == (9, 0))
+        assert not asked(torch.device("cpu"))
 
 
 COMPILE = (
