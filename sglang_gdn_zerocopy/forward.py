@@ -498,11 +498,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _reads_all_of(packed: torch.Tensor, inputs: Inputs) -> bool:
     """Whether q, k and v are the parts of ``packed`` [rows, D], in order, as views."""
-    offset = packed.data_ptr()
+    offset, rows = packed.data_ptr(), packed.shape[0]
     for part in inputs[:3]:
-        if part.data_ptr() != offset or part.dtype != packed.dtype or part.stride(1) != packed.stride(0):
+        if part.data_ptr() != offset or part.dtype != packed.dtype or part.shape[1] != rows:
+            return False
+        # A single row has no next one to be that far away.
+        if rows > 1 and part.stride(1) != packed.stride(0):
             return False
         offset += part.shape[2] * part.shape[3] * part.element_size()
-    return (
-        inputs.q.shape[1] == packed.shape[0] and offset == packed.data_ptr() + packed.shape[1] * packed.element_size()
-    )
+    return offset == packed.data_ptr() + packed.shape[1] * packed.element_size()

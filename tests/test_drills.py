@@ -164,23 +164,23 @@ def test_stock_raises_after_our_kernels_wrote(harness: Harness, monkeypatch: pyt
     calls: list[str] = []
     kernels = importlib.import_module(harness.module.TritonGDNKernel.__module__)
     name = "fused_sigmoid_gating_delta_rule_update"
-    for module in (kernels, importlib.import_module(vars(kernels)[name].__module__)):
-        ours = vars(module)[name]
-
-        def raising(*args: Any, ours: Any = ours, **kwargs: Any) -> Any:
-            ours(*args, **kwargs)
-            calls.append("recurrence")
-            raise SystemError("drill")
-
-        monkeypatch.setattr(module, name, raising)
     world = world_of(case)
     before, bundled = harness.launches, counts()["recurrence", "bundled"]
-    with pytest.raises(SystemError, match="drill"):
-        harness.verify(world)
+    with monkeypatch.context() as patch:
+        for module in (kernels, importlib.import_module(vars(kernels)[name].__module__)):
+            ours = vars(module)[name]
+
+            def raising(*args: Any, ours: Any = ours, **kwargs: Any) -> Any:
+                ours(*args, **kwargs)
+                calls.append("recurrence")
+                raise SystemError("drill")
+
+            patch.setattr(module, name, raising)
+        with pytest.raises(SystemError, match="drill"):
+            harness.verify(world)
     assert calls == ["recurrence"]
     assert harness.launches == before + 1
     assert counts()["recurrence", "bundled"] == bundled + 1
-    monkeypatch.undo()
     # Nothing of that call is left behind for the next one.
     assert Twin(harness, case).equals_stock()
 

@@ -191,6 +191,9 @@ def test_views_of_packed_qkv_are_told_from_others() -> None:
     assert not forward._reads_all_of(packed, inputs(q, k, v[:, :, :1]))
     assert not forward._reads_all_of(packed, inputs(q[:, :3], k[:, :3], v[:, :3]))
     assert not forward._reads_all_of(packed.double(), inputs(q, k, v))
+    assert not forward._reads_all_of(packed, inputs(q[:, ::2], k[:, ::2], v[:, ::2]))
+    one = [part[:, :1].as_strided((1, 1, *part.shape[2:]), (7, 7, 128, 1)) for part in (q, k, v)]
+    assert forward._reads_all_of(packed[:1], inputs(*one))
 
 
 def test_the_recurrence_left_to_stock(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
