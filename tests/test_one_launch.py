@@ -30,6 +30,8 @@ from tests.test_fused_conv import LAYER, NEXT, PACKED, Twin, counts, declined, w
 RING = Case("ring", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2, slots=(1, 3))
 PADDED = Case("padded", model="qwen3_5", num_v_heads=1, draft_tokens=2, slots=(2, -1), live=1)
 CASES = pytest.mark.parametrize("case", [LAYER, NEXT, PACKED, RING, PADDED], ids=lambda case: case.name)
+# For what can go wrong: both protocols, with a model's unpack put off and without.
+DRILLED = pytest.mark.parametrize("case", [LAYER, RING], ids=lambda case: case.name)
 RECURRENCE = "fused_sigmoid_gating_delta_rule_update"
 
 pytestmark = pytest.mark.usefixtures("chosen", "switched_on", "poisoned")
@@ -103,7 +105,7 @@ def explode(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("drill")
 
 
-@CASES
+@DRILLED
 @pytest.mark.parametrize("where", ["self-test", "launch", "reading the call"])
 def test_whatever_fails_before_the_launch(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, where: str
@@ -121,7 +123,7 @@ def test_whatever_fails_before_the_launch(
     assert_as_stock(twin, conv_state=True)
 
 
-@CASES
+@DRILLED
 @pytest.mark.parametrize("stage", ["conv_update", "recurrent_verify"])
 def test_the_other_kernels_fail_as_well(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, stage: str
@@ -134,7 +136,7 @@ def test_the_other_kernels_fail_as_well(
     assert_as_stock(twin, conv_state=True)
 
 
-@CASES
+@DRILLED
 @pytest.mark.parametrize("answer", [False, True], ids=["seen", "not seen"])
 def test_somebody_elses_recurrence(harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case, answer: bool) -> None:
     """It must find packed QKV written, so no conv waits for it. Were that overlooked, it is said and not repeated."""
@@ -206,7 +208,7 @@ def test_the_recurrence_left_to_stock(harness: Harness, monkeypatch: pytest.Monk
     assert_as_stock(twin, conv_state=True)
 
 
-@CASES
+@DRILLED
 @pytest.mark.parametrize("touches", [False, True], ids=["right", "touches the conv state"])
 def test_shadow_mode(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: Case, touches: bool

@@ -85,7 +85,7 @@ def compare(harness: Harness, case: Case, seed: int, device: str) -> CaseResult:
                 taken = _route_counts() - counts
                 together = taken["one launch"] > 0
                 routes |= {name for name in taken if name in _ROUTES} if state == "installed" else {state}
-                if case.one_launch and not together:
+                if case.one_launch and taken[Route.BUNDLED.value] and not together:
                     routes.add("two launches")
                 if taken[Route.BUNDLED.value] > taken["recurrence"]:
                     routes.add("stock's recurrence")

@@ -57,7 +57,7 @@ def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
     assert not [name for name in run.stand_ins if name.endswith(compared)]
 
 
-@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.20", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.23"])
 def test_release_without_bundled_kernels(
     stock_tree: Callable[[str], Path], version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
