@@ -136,7 +136,7 @@ def test_temporary_files_are_private() -> None:
     for path in (ROOT / "sglang_gdn_zerocopy").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         made = set(re.findall(r"tempfile\.(\w+)", text))
-        assert made <= {"mkstemp", "mkdtemp", "TemporaryDirectory"}, path
+        assert made <= {"mkstemp", "mkdtemp", "TemporaryDirectory", "TemporaryFile"}, path
         assert '"/tmp' not in text, path
         assert "gettempdir" not in text, path
 
