@@ -127,31 +127,17 @@ class Bundled:
             ba, z, b, a, interleaved, num_k_heads, head_k_dim = unpack
             tensors = signature((x, weight, bias, conv_state, slots, windows, window_rows, packed, ba, z, b, a))
             key = (tensors, x.device, draft_tokens, silu, interleaved, num_k_heads, head_k_dim)
+        arguments = (x, draft_tokens, weight, bias, silu, conv_state, slots, windows, window_rows, packed, unpack)
         launch: Launch | None = self._convs.get(key)
         if launch is None:
             # With an unpack it was tested when the unpack was put off: on buffers of this kind, or it is now.
             if unpack is None and not self._passed_conv(call.shape(), None):
                 return False
-            launch = conv_launch(
-                x, draft_tokens, weight, bias, silu, conv_state, slots, windows, window_rows, packed, unpack
-            )
+            launch = conv_launch(*arguments)
             if unpack is not None and not self._passed_conv(call.shape(), stock_unpack):
                 return False
             self._convs.keep(key, launch)
-        conv_update(
-            x,
-            draft_tokens,
-            weight,
-            bias,
-            silu,
-            conv_state,
-            slots,
-            windows,
-            window_rows,
-            packed,
-            unpack,
-            launch=launch,
-        )
+        conv_update(*arguments, launch=launch)
         return True
 
     def recurrence(
@@ -212,61 +198,19 @@ class Bundled:
             key, a, b, gates = tuple(heads), None, None, (ba, z, gate_b, gate_a)
         tensors = (x, weight, bias, conv_state, slots, windows, window_rows, *gates, *inputs, *kept)
         key = (signature(tensors), x.device, draft_tokens, silu, key)
+        reciprocal_norm = self._reciprocal_norm
+        front = (x, draft_tokens, weight, bias, silu, conv_state, slots, windows, window_rows, unpack)
+        arguments = (*front, a, b, inputs.a_log, inputs.dt_bias, inputs.state, inputs.starts, kept)
         known: tuple[Config, Launch, bool] | None = self._pairs.get(key)
         if known is None or (known[0] is not config and known[0] != config):
-            shape = OneLaunchShape(
-                config, call.shape(), recurrence_shape(draft_tokens, inputs, kept, self._reciprocal_norm)
-            )
+            shape = OneLaunchShape(config, call.shape(), recurrence_shape(draft_tokens, inputs, kept, reciprocal_norm))
             if not self._self_test.passed(
                 shape, lambda: one_launch_difference(shape, self._stock_conv, stock_unpack, stock())
             ):
                 return None
             overlap = shape.recurrence.overlap
-            launch = one_launch(
-                x,
-                draft_tokens,
-                weight,
-                bias,
-                silu,
-                conv_state,
-                slots,
-                windows,
-                window_rows,
-                unpack,
-                a,
-                b,
-                inputs.a_log,
-                inputs.dt_bias,
-                inputs.state,
-                inputs.starts,
-                kept,
-                reciprocal_norm=self._reciprocal_norm,
-                overlap=overlap,
-                config=config,
-            )
+            launch = one_launch(*arguments, reciprocal_norm=reciprocal_norm, overlap=overlap, config=config)
             known = config, launch, overlap
             self._pairs.keep(key, known)
         _, launch, overlap = known
-        return conv_verify(
-            x,
-            draft_tokens,
-            weight,
-            bias,
-            silu,
-            conv_state,
-            slots,
-            windows,
-            window_rows,
-            unpack,
-            a,
-            b,
-            inputs.a_log,
-            inputs.dt_bias,
-            inputs.state,
-            inputs.starts,
-            kept,
-            reciprocal_norm=self._reciprocal_norm,
-            overlap=overlap,
-            config=config,
-            launch=launch,
-        )
+        return conv_verify(*arguments, reciprocal_norm=reciprocal_norm, overlap=overlap, config=config, launch=launch)

@@ -85,8 +85,10 @@ class Overlay:
             patching.Outermost(module, CONV_FUNCTION),
         )
         # Whoever reads packed QKV behind the conv, by the names that stock's forward uses.
-        places = (*self._recurrence_places(), (module, COPY_FUNCTION)) if bundled_recurrence else ()
-        self._readers = [patching.Outermost(*place) for place in places[: None if release.copies else -1]]
+        places = self._recurrence_places() if bundled_kernels and bundled_recurrence else ()
+        if places and release.copies:
+            places += ((module, COPY_FUNCTION),)
+        self._readers = [patching.Outermost(*place) for place in places]
 
     def kernels(self) -> list[dict[str, str]]:
         """The bundled kernels by shape: how each is compiled and what its self-test said."""

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 import sglang_gdn_zerocopy
+from sglang_gdn_zerocopy import forward
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.comparison import compare
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
+from sglang_gdn_zerocopy.ledger import Ledger
 from sglang_gdn_zerocopy.records import Protocol
+from sglang_gdn_zerocopy.upstream.releases import RELEASES
 
 CHAIN = Case("chain", num_v_heads=1, draft_tokens=2, slots=(1, 3))
 FOLD = Case("fold", protocol=Protocol.FOLD_RING, ring_steps=4, num_v_heads=1, draft_tokens=2)
@@ -289,3 +292,21 @@ def test_wrong_views_are_found(harness: Harness, monkeypatch: pytest.MonkeyPatch
     assert result.equal["windows"]
     assert result.equal["conv state"]
     assert not result.bits_equal
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_build_without_stocks_recurrence_needs_no_place_for_it(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    """Views on an unverified build ask for nothing that only the bundled kernels replace."""
+
+    def missing(self: forward.Overlay) -> Any:
+        raise AttributeError("no such function")
+
+    monkeypatch.setattr(forward.Overlay, "_recurrence_places", missing)
+    arguments = (harness.module, RELEASES["0.5.17"], Ledger(), kernels, True, True)
+    if kernels:
+        with pytest.raises(AttributeError, match="no such function"):
+            forward.Overlay(*arguments)
+    else:
+        assert forward.Overlay(*arguments).patches()

@@ -64,12 +64,18 @@ def start(
     env = child_environment(**{SWITCH.name: "1" if arm == "on" else "0", "PYTHONUNBUFFERED": "1"})
     group = supervisor.start(arguments, log, env)
     server = Server(f"http://{HOST}:{port}", log, group)
+    wait_until_healthy(server, log, startup_timeout_s)
+    return server
+
+
+def wait_until_healthy(server: Server, log: Path, startup_timeout_s: float) -> None:
+    """Wait for a server that writes ``log``; raises as :func:`start` does."""
     deadline = time.monotonic() + startup_timeout_s
     while True:
         server.check("its start")
         if healthy(server.base_url):
             server.check("its start")
-            return server
+            return
         if time.monotonic() > deadline:
             raise RunFailed(
                 f"the server was not healthy after {startup_timeout_s:g} s (--startup-timeout); last lines of {log}:\n"

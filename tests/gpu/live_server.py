@@ -27,9 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sglang_gdn_zerocopy.bench.client import healthy
-from sglang_gdn_zerocopy.bench.server import Server, command
-from sglang_gdn_zerocopy.bench.supervisor import Supervisor, tail
+from sglang_gdn_zerocopy.bench.server import HOST, Server, command, wait_until_healthy
+from sglang_gdn_zerocopy.bench.supervisor import Supervisor
 from sglang_gdn_zerocopy.settings import SHADOW, STATUS_DIR, SWITCH, child_environment
 
 FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
@@ -37,7 +36,6 @@ FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = (1, 8, 64)
 INPUT_TOKENS = 64
-START_S = 400.0
 _ACCEPTANCE = re.compile(r"accept len: ([0-9.]+)")
 
 
@@ -101,22 +99,20 @@ def load(url: str, requests: int, output_tokens: int) -> Load:
     return Load(requests, output_tokens, round(time.monotonic() - start, 3), digest(answers))
 
 
-def start(supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int, out: Path) -> Server:
-    """Start ``arm``'s server; returns at once."""
+def start(
+    supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int, out: Path, startup_timeout_s: float
+) -> Server:
+    """Start ``arm``'s server and wait until it is healthy; one that does not get there is stopped again."""
     log = out / f"{arm.name}.log"
     environment = child_environment(PYTHONUNBUFFERED="1", **arm.environment)
-    return Server(f"http://127.0.0.1:{port}", log, supervisor.start(arguments, log, environment))
-
-
-def wait(server: Server) -> None:
-    """Until the server is healthy; raises when it ends or takes too long."""
-    deadline = time.monotonic() + START_S
-    while not healthy(server.base_url):
-        server.check("its start")
-        if time.monotonic() > deadline:
-            assert server.log is not None
-            raise RuntimeError(f"not healthy after {START_S:.0f} s:\n{tail(server.log)}")
-        time.sleep(0.5)
+    group = supervisor.start(arguments, log, environment)
+    server = Server(f"http://{HOST}:{port}", log, group)
+    try:
+        wait_until_healthy(server, log, startup_timeout_s)
+    except BaseException:
+        supervisor.stop(group)
+        raise
+    return server
 
 
 def collect(arm: Arm, server: Server) -> None:
@@ -165,16 +161,15 @@ def shadow_arms(out: Path) -> list[Arm]:
     ]
 
 
-def serve(supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int, out: Path, outputs: int) -> None:
+def serve(supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int, args: argparse.Namespace) -> None:
     """Start, load, collect and stop one server of the shadow drill."""
     try:
-        server = start(supervisor, arm, arguments, port, out)
-        wait(server)
+        server = start(supervisor, arm, arguments, port, args.out, args.startup_timeout)
         try:
             arm.alone = [digest([ask(server.base_url, 500 + number, 96)]) for number in range(5)]
             for requests in BATCHES:
                 load(server.base_url, requests, 32)
-                arm.loads.append(load(server.base_url, requests, outputs))
+                arm.loads.append(load(server.base_url, requests, args.output_tokens))
             collect(arm, server)
         finally:
             assert server.group is not None
@@ -192,7 +187,7 @@ def shadow(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm],
     def run(place: int, arm: Arm) -> None:
         arm.environment["CUDA_VISIBLE_DEVICES"] = gpus[place]
         port = args.port + 1000 * place
-        serve(supervisor, arm, command(sys.executable, args.model, words, port), port, args.out, args.output_tokens)
+        serve(supervisor, arm, command(sys.executable, args.model, words, port), port, args)
 
     for first in range(0, len(arms), len(gpus)):
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -231,8 +226,7 @@ def ranks(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], 
         arm.environment["CUDA_VISIBLE_DEVICES"] = args.gpus
         try:
             words = command(sys.executable, args.model, [*args.server_args, *parallel], args.port)
-            server = start(supervisor, arm, words, args.port, args.out)
-            wait(server)
+            server = start(supervisor, arm, words, args.port, args.out, args.startup_timeout)
             try:
                 for requests in BATCHES:
                     load(server.base_url, requests, 32)
@@ -296,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dp", action="store_true", help="data-parallel attention")
     parser.add_argument("--label", default="", help="in front of the names of servers and files")
     parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--startup-timeout", type=float, default=400.0, help="seconds (default: 400)")
     parser.add_argument("--output-tokens", type=int, default=1024, help="per request (default: 1024)")
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
