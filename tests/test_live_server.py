@@ -49,6 +49,37 @@ def test_shadow_drill(change: Callable[[dict[str, Arm]], object], says: str) -> 
     assert all(text.startswith(says) for text in found)
 
 
+def good_strict() -> dict[str, Arm]:
+    arms = {name: Arm(name, {}, alone=["a"]) for name in ("strict", "self-test", "off")}
+    for name, reason in (("strict-setting", "SGLANG_GDN_ZEROCOPY_KERNELS"), ("strict-self-test", "a self-test failed")):
+        arms[name] = Arm(name, {}, problem="RunFailed: the server ended with exit code 1", stopped=[reason])
+    arms["strict"].status = [process("installed")]
+    arms["self-test"].status = [{**process("installed"), "kernels": [{"self_test": "failed"}]}]
+    return arms
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda arms: None, ""),
+        (lambda arms: setattr(arms["strict-setting"], "problem", ""), "strict-setting: did not stop: it answers"),
+        (lambda arms: setattr(arms["strict-self-test"], "problem", "RunFailed: x"), "strict-self-test: did not stop"),
+        (lambda arms: arms["strict-self-test"].stopped.clear(), "strict-self-test: no line that says so"),
+        (lambda arms: setattr(arms["strict"], "problem", "RunFailed: x"), "strict: RunFailed: x"),
+        (lambda arms: arms["self-test"].stopped.append("stopped"), "self-test: stopped"),
+        (lambda arms: setattr(arms["self-test"], "alone", ["b"]), "self-test: answers to lone requests are not those"),
+        (lambda arms: arms["self-test"].status[0].update(kernels=[]), "self-test: it did not fail"),
+        (lambda arms: arms["strict"].status[0].update(state="fell back"), "strict: not installed"),
+    ],
+)
+def test_strict_drill(change: Callable[[dict[str, Arm]], object], says: str) -> None:
+    arms = good_strict()
+    change(arms)
+    found = list(live_server.strict_problems(arms))
+    assert len(found) == bool(says)
+    assert all(text.startswith(says) for text in found)
+
+
 def good_ranks() -> list[Arm]:
     on, off = Arm("on", {}, acceptance=[4.0, 4.0]), Arm("off", {}, acceptance=[4.0])
     on.live_exit = 0

@@ -75,6 +75,8 @@ class Cell:
     bias: bool = False
     unpacked: bool = False
     """QKV, a and b come as views of a projection, not the projection itself."""
+    magnitude: float = 1.0
+    """Of the recurrent state."""
     room: int = 0
     """Steps of ring or snapshots beyond T; negative: fewer."""
 
@@ -85,8 +87,15 @@ class Cell:
         marks = (*layout, "padded" * self.padded, "unpacked" * self.unpacked)
         numbers = (f"pad{v.row_padding}" * bool(v.row_padding), f"empty{self.empty}" * bool(self.empty))
         room = f"room{self.room}" * bool(self.room)
+        scale = f"state {self.magnitude:g}" if self.magnitude != 1 else ""
         head = f"H{v.num_k_heads} HV{v.num_v_heads} T{v.draft_tokens} N{self.requests}"
-        return " ".join(part for part in (head, *marks, *numbers, room) if part)
+        return " ".join(part for part in (head, *marks, *numbers, room, scale) if part)
+
+
+def chosen(protocol: str, state: str) -> tuple[Config, ...]:
+    """The table's configurations."""
+    rows = [one for one in cv.CHOICES if (one.protocol, one.state_dtype) == (protocol, rec.DTYPES[state])]
+    return tuple(dict.fromkeys(one.config for one in rows))
 
 
 @cache
@@ -110,7 +119,7 @@ class Stock:
         results = self.chains.stock(variant, b)
         # Above a width of 8192 stock takes views as well.
         copy = self._copy if results["packed"].shape[1] <= 8192 else None
-        world = rec._behind(results, world, b, copy)
+        world = rec.behind(results, world, b, copy)
         return {**results, **rec.written(rec.call_stock(self._recurrence, world, copies=False), world)}
 
 
@@ -163,7 +172,8 @@ def written(output: torch.Tensor, arguments: dict[str, Any], world: World) -> di
 def inputs_of(cell: Cell, combination: Combination, seed: int) -> tuple[World, front.Buffers]:
     """Fresh random inputs; the slots are the conv's in both."""
     v = cell.variant
-    case = Case("", (v.draft_tokens,) * cell.requests, heads=(v.num_k_heads, v.num_v_heads), room=cell.room)
+    lengths, heads = (v.draft_tokens,) * cell.requests, (v.num_k_heads, v.num_v_heads)
+    case = Case("", lengths, heads=heads, magnitude=cell.magnitude, room=cell.room)
     b = front.buffers(v, cell.requests, seed, cell.padded, cell.bias)
     world = rec.make_world(case, combination, seed)
     starts = world.starts.clamp(max=(cell.requests - cell.empty) * v.draft_tokens)
@@ -288,6 +298,12 @@ def tasks_of(quick: bool, sources: str) -> list[tuple[Callable[[Task], list[dict
                 configs = (*SWEEP, PORTABLE) if full else (*FEW, PORTABLE)
                 for first in range(0, len(configs), 5):
                     tasks.append((compare, (sources, one, tuple(base), configs[first : first + 5])))
+                # State of other sizes, and batches up to and beyond those that the table gives one launch.
+                many = [Cell(SHAPE, 3, magnitude=size) for size in (1e3, 1e-30, 1e-39)]
+                if not quick:
+                    narrow = SHAPE._replace(num_k_heads=2, num_v_heads=4)
+                    many += [Cell(SHAPE, 64), Cell(SHAPE, 128, padded=True), Cell(narrow, 128)]
+                tasks.append((compare, (sources, one, tuple(many), (*chosen(protocol, state), PORTABLE))))
                 short = [Cell(SHAPE._replace(draft_tokens=6), 2, room=-2)] if protocol == "ring" else []
                 some = FEW if full else FEW[1:2]
                 tasks.append((compare, (sources, one, (*lengths[:4], *short), some)))
@@ -348,7 +364,7 @@ def run_equality(quick: bool, sources: str, out: Path) -> int:
 
 def two_launches(stock: Stock, world: World, b: front.Buffers) -> torch.Tensor:
     """The chosen conv and the chosen recurrence, the second one a programmatic dependent of the first."""
-    world = rec._behind(stock.chains.ours(SHAPE, b), world, b, None)
+    world = rec.behind(stock.chains.ours(SHAPE, b), world, b, None)
     inverse = rec.reciprocal(stock.release)
     return rv.recurrent_verify(*rec.world_inputs(world), world.kept, reciprocal_norm=inverse, overlap=True)
 

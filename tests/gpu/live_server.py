@@ -1,10 +1,13 @@
-"""Drills in live stock servers on GPUs: shadow mode, a wrong kernel, and servers of two ranks.
+"""Drills in live stock servers on GPUs: shadow mode, strict mode, a wrong kernel, and servers of two ranks.
 
     python -m tests.gpu.live_server shadow --model DIR --out DIR [--gpus 0,1] -- SERVER ARGUMENTS
+    python -m tests.gpu.live_server strict --model DIR --out DIR [--gpus 0,1] -- SERVER ARGUMENTS
     python -m tests.gpu.live_server ranks --model DIR --out DIR [--gpus 0,1] [--dp] -- SERVER ARGUMENTS
 
 ``shadow``: four servers without CUDA graphs (overlay off, on, every call shadowed, and shadowed with a recurrence that
-goes wrong after a while) answer the same requests, at most one server a GPU at a time. ``ranks``: a server over all
+goes wrong after a while) answer the same requests, as many at a time as ``--gpus`` has entries. ``strict``: one with a
+setting that is not understood and one whose self-test fails have to stop, one whose self-test fails without strict mode
+and one with nothing wrong have to answer as stock does. ``ranks``: a server over all
 given GPUs, overlay on and off, with profiles of every rank; ``--dp`` with data-parallel attention, overlay on only.
 Writes logs, profiles and ``<first server>.json`` to ``--out`` and prints what it found; exit code 1 when something is
 not as it should be. For a model without weights set SGLANG_SIMULATE_ACC_LEN.
@@ -24,15 +27,17 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from sglang_gdn_zerocopy.bench.server import HOST, Server, command, wait_until_healthy
 from sglang_gdn_zerocopy.bench.supervisor import Supervisor
-from sglang_gdn_zerocopy.settings import SHADOW, STATUS_DIR, SWITCH, child_environment
+from sglang_gdn_zerocopy.settings import KERNELS, SHADOW, STATUS_DIR, STRICT, SWITCH, child_environment
 
 FIRST_WRONG = "GDN_ZEROCOPY_TEST_FIRST_WRONG_LAUNCH"
 """Read by `tests.gpu.wrong_kernel`."""
+STOPPED = "GDN zero-copy stopped"
 ROOT = Path(__file__).resolve().parents[2]
 BATCHES = (1, 8, 64)
 INPUT_TOKENS = 64
@@ -66,6 +71,8 @@ class Arm:
     live_exit: int | None = None
     saved: list[str] = field(default_factory=list)
     problem: str = ""
+    stopped: list[str] = field(default_factory=list)
+    """Strict mode's last words."""
 
 
 def prompt(number: int) -> list[int]:
@@ -140,6 +147,16 @@ def counts(arm: Arm) -> dict[str, int]:
     return found
 
 
+def wrong_kernel(out: Path, first: int) -> dict[str, str]:
+    """The environment of a server whose bundled recurrence is wrong from launch ``first`` on, see the plugin."""
+    plugin = out / "plugin" / "wrong_kernel-0.dist-info"
+    plugin.mkdir(parents=True, exist_ok=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-kernel\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text("[sglang_gdn_zerocopy.policies]\nwrong = tests.gpu.wrong_kernel\n")
+    path = os.pathsep.join([str(plugin.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {FIRST_WRONG: str(first), "PYTHONPATH": path}
+
+
 def shadow_arms(out: Path) -> list[Arm]:
     """The four servers of the shadow drill."""
     on = {SWITCH.name: "1"}
@@ -147,12 +164,7 @@ def shadow_arms(out: Path) -> list[Arm]:
     def status(name: str) -> dict[str, str]:
         return {STATUS_DIR.name: str(out / f"status-{name}")}
 
-    plugin = out / "plugin" / "wrong_kernel-0.dist-info"
-    plugin.mkdir(parents=True, exist_ok=True)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-kernel\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text("[sglang_gdn_zerocopy.policies]\nwrong = tests.gpu.wrong_kernel\n")
-    path = os.pathsep.join([str(plugin.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    wrong = {FIRST_WRONG: "1500", "PYTHONPATH": path}
+    wrong = wrong_kernel(out, 1500)
     return [
         Arm("shadowed", {**on, SHADOW.name: "1", **status("shadowed")}),
         Arm("on", {**on, **status("on")}),
@@ -161,16 +173,41 @@ def shadow_arms(out: Path) -> list[Arm]:
     ]
 
 
-def serve(supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int, args: argparse.Namespace) -> None:
-    """Start, load, collect and stop one server of the shadow drill."""
+def strict_arms(out: Path) -> list[Arm]:
+    """The servers of the strict drill."""
+    on, strict = {SWITCH.name: "1"}, {SWITCH.name: "1", STRICT.name: "1"}
+    return [
+        Arm("strict-setting", {**strict, KERNELS.name: "2"}),
+        Arm("strict-self-test", {**strict, **wrong_kernel(out, 0)}),
+        Arm("strict", {**strict, STATUS_DIR.name: str(out / "status-strict")}),
+        Arm("self-test", {**on, STATUS_DIR.name: str(out / "status-self-test"), **wrong_kernel(out, 0)}),
+        Arm("off", {SWITCH.name: "0"}),
+    ]
+
+
+def serve(
+    supervisor: Supervisor,
+    arm: Arm,
+    arguments: Sequence[str],
+    port: int,
+    args: argparse.Namespace,
+    batches: Sequence[int],
+) -> None:
+    """Start, load, collect and stop one server of the shadow or strict drill."""
     try:
         server = start(supervisor, arm, arguments, port, args.out, args.startup_timeout)
         try:
             arm.alone = [digest([ask(server.base_url, 500 + number, 96)]) for number in range(5)]
-            for requests in BATCHES:
+            for requests in batches:
                 load(server.base_url, requests, 32)
                 arm.loads.append(load(server.base_url, requests, args.output_tokens))
             collect(arm, server)
+        except (OSError, HTTPException):
+            # A server that ends takes a moment, and its requests fail first.
+            for _ in range(30):
+                server.check("its requests")
+                time.sleep(1.0)
+            raise
         finally:
             assert server.group is not None
             supervisor.stop(server.group)
@@ -178,21 +215,38 @@ def serve(supervisor: Supervisor, arm: Arm, arguments: Sequence[str], port: int,
         arm.problem = f"{type(error).__name__}: {error}"
 
 
-def shadow(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], list[str]]:
-    """The shadow drill and what is wrong with its outcome."""
-    arms = shadow_arms(args.out)
+def side_by_side(
+    supervisor: Supervisor, arms: list[Arm], args: argparse.Namespace, batches: Sequence[int]
+) -> dict[str, Arm]:
+    """Run ``arms`` without CUDA graphs, as many at a time as there are entries in ``--gpus``; the arms by name."""
     words = [*args.server_args, "--disable-cuda-graph"]
     gpus = args.gpus.split(",")
 
     def run(place: int, arm: Arm) -> None:
         arm.environment["CUDA_VISIBLE_DEVICES"] = gpus[place]
         port = args.port + 1000 * place
-        serve(supervisor, arm, command(sys.executable, args.model, words, port), port, args)
+        serve(supervisor, arm, command(sys.executable, args.model, words, port), port, args, batches)
 
     for first in range(0, len(arms), len(gpus)):
         with ThreadPoolExecutor(len(gpus)) as pool:
             list(pool.map(run, range(len(gpus)), arms[first : first + len(gpus)]))
-    return arms, list(shadow_problems({arm.name: arm for arm in arms}))
+    return {arm.name: arm for arm in arms}
+
+
+def shadow(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], list[str]]:
+    """The shadow drill and what is wrong with its outcome."""
+    arms = shadow_arms(args.out)
+    return arms, list(shadow_problems(side_by_side(supervisor, arms, args, BATCHES)))
+
+
+def strict(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], list[str]]:
+    """The strict drill and what is wrong with its outcome."""
+    arms = strict_arms(args.out)
+    by_name = side_by_side(supervisor, arms, args, ())
+    for arm in arms:
+        log = (args.out / f"{arm.name}.log").read_text(errors="replace")
+        arm.stopped = [line[line.index(STOPPED) :] for line in log.splitlines() if STOPPED in line]
+    return arms, list(strict_problems(by_name))
 
 
 def shadow_problems(arms: dict[str, Arm]) -> Iterator[str]:
@@ -212,6 +266,27 @@ def shadow_problems(arms: dict[str, Arm]) -> Iterator[str]:
         yield "wrong: no reproducer was saved"
     if not any(process["state"] == "fell back" for process in arms["wrong"].status):
         yield "wrong: it did not fall back to stock"
+
+
+def strict_problems(arms: dict[str, Arm]) -> Iterator[str]:
+    """What an operator would not want to see."""
+    for name, reason in (("strict-setting", KERNELS.name), ("strict-self-test", "self-test")):
+        arm = arms[name]
+        if "the server ended with" not in arm.problem:
+            yield f"{name}: did not stop: {arm.problem or 'it answers'}"
+        if not any(reason in line for line in arm.stopped):
+            yield f"{name}: no line that says so, with {reason!r}"
+    for name in ("strict", "self-test", "off"):
+        if arms[name].problem or arms[name].stopped:
+            yield f"{name}: {arms[name].problem or arms[name].stopped[0]}"
+    for name in ("strict", "self-test"):
+        if arms[name].alone != arms["off"].alone:
+            yield f"{name}: answers to lone requests are not those of stock"
+    rows = [row for process in arms["self-test"].status for row in process["kernels"]]
+    if not any(row["self_test"] == "failed" for row in rows):
+        yield "self-test: it did not fail"
+    if [process["state"] for process in arms["strict"].status if process["rank"] is not None] != ["installed"]:
+        yield "strict: not installed"
 
 
 def ranks(supervisor: Supervisor, args: argparse.Namespace) -> tuple[list[Arm], list[str]]:
@@ -280,10 +355,13 @@ def ranks_problems(arms: list[Arm], count: int) -> Iterator[str]:
         yield f"acceptance length {sorted(set(arms[0].acceptance))}, stock {sorted(set(arms[1].acceptance))}"
 
 
+DRILLS = {"shadow": shadow, "strict": strict, "ranks": ranks}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drill", choices=("shadow", "ranks"))
+    parser.add_argument("drill", choices=tuple(DRILLS))
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--gpus", default="0", help="devices, separated by commas (default: 0)")
@@ -299,13 +377,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     with Supervisor() as supervisor:
-        arms, problems = (shadow if args.drill == "shadow" else ranks)(supervisor, args)
+        arms, problems = DRILLS[args.drill](supervisor, args)
     result = {"problems": problems, "arms": [asdict(arm) for arm in arms]}
     (args.out / f"{arms[0].name}.json").write_text(json.dumps(result, indent=1) + "\n")
     for arm in arms:
         loads = ", ".join(f"N={one.requests} {one.seconds} s" for one in arm.loads)
         print(f"{arm.name}: {loads}; acceptance {sorted(set(arm.acceptance))}; saved {arm.saved}")
-        for line in arm.statements:
+        for line in (*arm.statements, *arm.stopped):
             print(f"  {line[:300]}")
         for key, number in counts(arm).items():
             if key.startswith("shadow: "):

@@ -1,10 +1,10 @@
-"""On an H200: is the recurrent verify equal to stock, and how long do it and the whole chain in front of it take?
+"""On an H200: is the recurrent verify equal to stock, and how long does it take?
 
-    python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing|chain]
+    python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing]
 
 ``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch, Triton and packaging are all else that is
-needed. Prints a line for every case whose bits differ and tables of times, and writes ``equality.jsonl``,
-``timing.jsonl`` and ``chain.jsonl`` to ``--out``. Exit code 1 if any case differs or could not be run.
+needed. Prints a line for every case whose bits differ and tables of times, and writes ``equality.jsonl`` and
+``timing.jsonl`` to ``--out``. Exit code 1 if any case differs or could not be run.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ if str(ROOT) not in sys.path:
 # Below the line that finds them when this runs as a script.
 import torch  # noqa: E402
 import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
 from packaging.version import Version  # noqa: E402
 
 from sglang_gdn_zerocopy.kernels import recurrent_verify as rv  # noqa: E402
 from sglang_gdn_zerocopy.kernels.recurrent_verify import Config  # noqa: E402
-from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, COPY_FUNCTION  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATION = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -663,119 +661,7 @@ def _print_table(protocol: str, state: str, sizes: tuple[int, ...], records: lis
     print(end="", flush=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _spread_kernel(p_from, p_to, stride_to, COPIES: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    o_block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(p_from + o_block)
-    for i in tl.static_range(COPIES):
-        tl.store(p_to + i * stride_to + o_block, value)
-
-
-def bandwidth() -> dict[str, float]:
-    """TB/s of bytes read and written: a copy of 1 GiB on the device, and 128 MiB read and written four times."""
-    source = torch.zeros(1 << 28, device=DEVICE)
-    target = torch.empty_like(source)
-    part = source.numel() // 8
-
-    def spread() -> None:
-        _spread_kernel[(part // 1024,)](source, target, part, COPIES=4, BLOCK=1024, num_warps=2)
-
-    found = {}
-    kinds: dict[str, tuple[Callable[[], Any], int]] = {
-        "copy": (lambda: target.copy_(source), 2 * source.nbytes),
-        "read 1, write 4": (spread, 5 * part * 4),
-    }
-    for name, (call, moved) in kinds.items():
-        times = []
-        for turn in range(13):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            marks[0].record()
-            for _ in range(10):
-                call()
-            marks[1].record()
-            marks[1].synchronize()
-            if turn >= 3:
-                times.append(marks[0].elapsed_time(marks[1]) / 10)
-        found[name] = moved / statistics.median(times) / 1e9
-    return found
-
-
-def chain_worker(task: tuple[str, str]) -> list[dict[str, Any]]:
-    """All cells of one release: the chain of the 4B shape from the projection to the output, stock and ours."""
-    from tests.gpu import conv_update as front
-
-    release, sources = task
-    records: list[dict[str, Any]] = []
-    chains = front.Chains(Path(sources), release)
-    stock = load_stock(Path(sources) / release)
-    backend = sys.modules[BACKEND_MODULE]
-    copy = getattr(backend, COPY_FUNCTION, None) if Version(release) < Version("0.5.21") else None
-    rates = bandwidth()
-    T, (H, HV) = 4, (16, 32)
-    shape = front.Variant(T, H, HV, interleaved=False, overlapping=True, row_padding=0)
-
-    def ours(world: World, b: Any, stages: str = "conv recurrence") -> dict[str, Any]:
-        results = chains.ours(shape, b) if "conv" in stages else {}
-        if "recurrence" in stages:
-            if results:
-                world = _behind(results, world, b, None)
-            output = rv.recurrent_verify(
-                *world_inputs(world), world.kept, reciprocal_norm=reciprocal(release), overlap=True
-            )
-            results |= written(output, world)
-        return results
-
-    def theirs(world: World, b: Any, copied: bool = True) -> dict[str, Any]:
-        results = chains.stock(shape, b)
-        world = _behind(results, world, b, copy if copied else None)
-        return {**results, **written(call_stock(stock, world, copies=False), world)}
-
-    for protocol in ("ring", "snapshots") if release in RING_RELEASES else ("snapshots",):
-        combination = Combination(release, protocol, "fp32")
-        for N in (1, 8, 32, 64):
-            case = Case("chain", (T,) * N)
-            record = {**asdict(combination), "N": N, "heads": [H, HV], "draft_tokens": T, "seed": N, **machine()}
-            try:
-                pair = []
-                for call in (theirs, ours):
-                    world, b = make_world(case, combination, N), front.buffers(shape, N, N, padded=False)
-                    pair.append({name: x.clone() for name, x in call(world, b).items()})
-                unequal = differences(pair[1], pair[0])
-                record["compared"] = list(pair[0])
-                if unequal:
-                    records.append({**record, "problem": "; ".join(unequal)})
-                    continue
-                del pair
-                layers = [
-                    (make_world(case, combination, seed), front.buffers(shape, N, seed, padded=False))
-                    for seed in range(LAYERS)
-                ]
-                calls: dict[str, Callable[..., Any]] = {"stock": theirs, "ours": ours}
-                if copy is not None:
-                    calls["stock, views"] = partial(theirs, copied=False)
-                calls["our conv"] = partial(ours, stages="conv")
-                calls["our recurrence"] = partial(ours, stages="recurrence")
-                graphs = {name: front.graph_of([partial(call, *one) for one in layers]) for name, call in calls.items()}
-                times = front.time_graphs(graphs)
-                moved = _chain_bytes(*layers[0], protocol)
-                records.append(
-                    {
-                        **record,
-                        "problem": "",
-                        "us_per_layer": {name: [round(x, 2) for x in values] for name, values in times.items()},
-                        "bytes_per_layer": moved,
-                        "tb_per_s": {name: round(x, 3) for name, x in rates.items()},
-                        "share_of_copy_rate": round(moved / times["ours"][1] / 1e6 / rates["copy"], 3),
-                    }
-                )
-                del graphs, layers
-            except Exception as error:
-                records.append({**record, "problem": "".join(traceback.format_exception_only(error))[-300:].strip()})
-            torch.cuda.empty_cache()
-    return records
-
-
-def _behind(results: dict[str, Any], world: World, b: Any, copy: Callable[..., Any] | None) -> World:
+def behind(results: dict[str, Any], world: World, b: Any, copy: Callable[..., Any] | None) -> World:
     """The recurrence's inputs behind a conv with these results: views of packed QKV, or copies as stock makes them."""
     packed, (H, HV) = results["packed"], (world.k.shape[2], world.v.shape[2])
     D = rv.HEAD_DIM
@@ -792,58 +678,13 @@ def world_inputs(world: World) -> rv.Inputs:
     return rv.Inputs(*(getattr(world, name) for name in rv.Inputs._fields))
 
 
-def _chain_bytes(world: World, b: Any, protocol: str) -> int:
-    """What any implementation moves: projections and states read, all results but packed QKV written."""
-    N = world.starts.shape[0] - 1
-    out = world.v.numel() * world.v.element_size()
-    # The projection's z is written as the output's size; packed QKV stays between the two launches.
-    moved = b.x.numel() * 2 + b.ba.numel() * 2 * 2 + out + out
-    moved += N * (2 * b.state[0].nbytes + b.windows.untyped_storage().nbytes() // b.windows.shape[0])
-    moved += N * world.state[0].nbytes
-    if protocol == "snapshots":
-        return int(moved + world.kept[0].nbytes)
-    return int(moved + sum(N * buffer[0].nbytes for buffer in world.kept))
-
-
-def run_chain(quick: bool, sources: str, out: Path) -> int:
-    """Write ``chain.jsonl`` and print a table; the number of cells with a problem."""
-    started = time.monotonic()
-    records: list[dict[str, Any]] = []
-    for release in ("0.5.17", "0.5.23") if quick else ("0.5.17", "0.5.20", "0.5.22", "0.5.23"):
-        if not (Path(sources) / release).is_dir():
-            print(f"chain {release}: no sources")
-            continue
-        # A process mounts one release.
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                records += pool.submit(chain_worker, (release, sources)).result()
-            except Exception as error:
-                records.append({"release": release, "problem": repr(error)[:300]})
-        for one in [one for one in records if one["release"] == release]:
-            title = f"{release} {one.get('protocol', '')} {one.get('state', '')} N={one.get('N', '')}"
-            if one["problem"]:
-                print(f"{title}: PROBLEM {one['problem']}")
-                continue
-            times = one["us_per_layer"].items()
-            cells = "  ".join(f"{name} {middle:.2f} [{low:.2f}-{high:.2f}]" for name, (low, middle, high) in times)
-            rates = ", ".join(f"{name} {rate:.2f}" for name, rate in one["tb_per_s"].items())
-            share = f"{one['share_of_copy_rate']:.0%}"
-            print(f"{title}: {cells}; {one['bytes_per_layer'] / 1e6:.1f} MB, {share} of the copy rate (TB/s: {rates})")
-        print(end="", flush=True)
-    with (out / "chain.jsonl").open("w") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-    bad = sum(bool(one["problem"]) for one in records)
-    print(f"chain: {len(records)} cells, {bad} with a problem, {time.monotonic() - started:.0f} s", flush=True)
-    return bad
-
-
 def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", required=True, help="folder of <release>/sglang trees")
     parser.add_argument("--out", required=True, type=Path, help="folder for the JSON lines")
     parser.add_argument("--quick", action="store_true", help="fewer releases, cases and repeats")
-    parser.add_argument("--only", choices=("equality", "timing", "chain"))
+    parser.add_argument("--only", choices=("equality", "timing"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     problems = 0
@@ -851,8 +692,6 @@ def main() -> int:
         problems += run_equality(arguments.quick, arguments.sources, arguments.out)
     if arguments.only in (None, "timing"):
         run_timing(arguments.quick, arguments.sources, arguments.out)
-    if arguments.only in (None, "chain"):
-        problems += run_chain(arguments.quick, arguments.sources, arguments.out)
     return 1 if problems else 0
 
 

@@ -1,7 +1,7 @@
 """A route policy that decides nothing and makes the bundled recurrence wrong: what shadow mode is there to find.
 
-Loaded through its entry point in a server that runs `tests.gpu.live_server`'s drill, never by the package. The
-self-test keeps the right kernel; from the given launch on one element of every output is one bit off.
+Loaded through its entry point in a server that runs a drill of `tests.gpu.live_server`, never by the package. From the
+given launch on one element of every output is one bit off. The self-test keeps the right kernel unless that is 0.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from sglang_gdn_zerocopy import bundled, hookimpl
 from sglang_gdn_zerocopy.records import CallShape
+from sglang_gdn_zerocopy.self_test import one_launch, recurrence
 from tests.gpu.live_server import FIRST_WRONG
 
 
@@ -35,5 +36,8 @@ def gdn_zerocopy_route(shape: CallShape) -> None:
     """No opinion."""
 
 
-for kernel in ("recurrent_verify", "conv_verify"):
-    vars(bundled)[kernel] = _Wrong(vars(bundled)[kernel], int(os.environ[FIRST_WRONG]))
+_first = int(os.environ[FIRST_WRONG])
+for module in (bundled, *(() if _first else (one_launch, recurrence))):
+    for kernel in ("recurrent_verify", "conv_verify"):
+        if kernel in vars(module):
+            vars(module)[kernel] = _Wrong(vars(module)[kernel], _first)
