@@ -60,7 +60,6 @@ class StatusFile:
         self._writes = 0
         self._writing = False
         self._complained = False
-        self._gpu: str | None = None
 
     def changed(self) -> None:
         """Write now."""
@@ -106,7 +105,6 @@ class StatusFile:
     def _identity(self) -> dict[str, Any]:
         pid, parent = os.getpid(), os.getppid()
         rank, world_size = _rank()
-        self._gpu = self._gpu or _gpu()
         return {
             "format": FORMAT,
             "namespace": pid_namespace(),
@@ -115,7 +113,7 @@ class StatusFile:
             "parent": [parent, started(parent)],
             "rank": rank,
             "world_size": world_size,
-            "gpu": self._gpu,
+            "gpu": _gpu(),
             "written": time.time(),
         }
 
@@ -133,7 +131,10 @@ def _rank() -> tuple[int | None, int | None]:
 
 
 def _gpu() -> str | None:
-    """The GPU that this process uses already; asking creates no CUDA context."""
+    """The GPU that this process uses at present; asking creates no CUDA context.
+
+    Asked anew for each file: a rank may have a context on GPU 0 before it is told which one is its own.
+    """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return None

@@ -170,10 +170,15 @@ def test_rank_comes_from_torch_then_from_the_launcher(tmp_path: Path, monkeypatc
 
 def test_the_gpu_is_named_only_where_one_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = SimpleNamespace(
-        is_initialized=lambda: True, current_device=lambda: 1, get_device_name=lambda index: f"GPU {index}"
+        is_initialized=lambda: True, current_device=lambda: 0, get_device_name=lambda index: f"GPU {index}"
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=in_use))
-    StatusFile(str(tmp_path), facts).changed()
+    file = StatusFile(str(tmp_path), facts)
+    file.changed()
+    assert read(tmp_path)["gpu"] == "0: GPU 0"
+    # Stock's second rank has a context on the first GPU before it is told which one is its own.
+    in_use.current_device = lambda: 1
+    file.changed()
     assert read(tmp_path)["gpu"] == "1: GPU 1"
 
 

@@ -38,7 +38,8 @@ from tests.gpu.recurrent_verify import Combination, World
 
 REQUESTS = (1, 8, 32, 64)
 
-Call = Callable[[World, front.Buffers], dict[str, torch.Tensor]]
+Call = Callable[[World, front.Buffers], Callable[[], dict[str, torch.Tensor]]]
+"""Prepares a call: what it allocates beforehand is not what is timed."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -97,18 +98,25 @@ def calls_of(stock: Stock, combination: Combination, requests: int) -> dict[str,
     state = rec.DTYPES[combination.state]
     config = cv.choose(combination.protocol, state, requests * HV, T, torch.device(rec.DEVICE))
 
-    def two_launches(world: World, b: front.Buffers) -> dict[str, torch.Tensor]:
-        results = stock.chains.ours(SHAPE, b)
-        world = rec.behind(results, world, b, None)
-        output = rv.recurrent_verify(*rec.world_inputs(world), world.kept, reciprocal_norm=inverse, overlap=True)
-        return {**results, **rec.written(output, world)}
+    def two_launches(world: World, b: front.Buffers) -> Callable[[], dict[str, torch.Tensor]]:
+        def call() -> dict[str, torch.Tensor]:
+            results = stock.chains.ours(SHAPE, b)
+            behind = rec.behind(results, world, b, None)
+            output = rv.recurrent_verify(*rec.world_inputs(behind), world.kept, reciprocal_norm=inverse, overlap=True)
+            return {**results, **rec.written(output, world)}
 
-    def one_launch(world: World, b: front.Buffers) -> dict[str, torch.Tensor]:
+        return call
+
+    def one_launch(world: World, b: front.Buffers) -> Callable[[], dict[str, torch.Tensor]]:
         arguments = one.arguments_of(Cell(SHAPE, requests), world, b)
-        output = cv.conv_verify(**arguments, reciprocal_norm=inverse, overlap=True, config=config)
-        return one.written(output, arguments, world)
 
-    calls: dict[str, Call] = {"stock": partial(stock, SHAPE), "two launches": two_launches}
+        def call() -> dict[str, torch.Tensor]:
+            output = cv.conv_verify(**arguments, reciprocal_norm=inverse, overlap=True, config=config)
+            return one.written(output, arguments, world)
+
+        return call
+
+    calls: dict[str, Call] = {"stock": partial(partial, stock, SHAPE), "two launches": two_launches}
     return {**calls, "one launch": one_launch} if config else calls
 
 
@@ -118,7 +126,7 @@ def measure(stock: Stock, combination: Combination, requests: int, rates: dict[s
     calls = calls_of(stock, combination, requests)
     found = {}
     for name, call in calls.items():
-        found[name] = {key: x.clone() for key, x in call(*one.inputs_of(cell, combination, requests)).items()}
+        found[name] = {key: x.clone() for key, x in call(*one.inputs_of(cell, combination, requests))().items()}
     for name, results in found.items():
         # One launch leaves packed QKV unwritten, and the conv state to the commit.
         if unequal := rec.differences(results, {key: found["stock"][key] for key in results}):
@@ -126,7 +134,7 @@ def measure(stock: Stock, combination: Combination, requests: int, rates: dict[s
     compared = {name: list(results) for name, results in found.items() if name != "stock"}
     del found, results
     layers = [one.inputs_of(cell, combination, seed) for seed in range(front.LAYERS)]
-    graphs = {name: front.graph_of([partial(call, *layer) for layer in layers]) for name, call in calls.items()}
+    graphs = {name: front.graph_of([call(*layer) for layer in layers]) for name, call in calls.items()}
     times = front.time_graphs(graphs)
     moved = bytes_moved(*layers[0], combination.protocol)
     choice = list(calls)[-1]
