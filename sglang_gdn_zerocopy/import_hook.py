@@ -68,7 +68,7 @@ def install(module: ModuleType, ledger: Ledger, options: Options) -> Installatio
             if report.verdict is Verdict.NOT_APPLICABLE or (report.verdict is Verdict.BUILT_IN and not report.differs):
                 ledger.declined(report.reason, logging.INFO)
             else:
-                ledger.refused(report.reason, logging.INFO if report.verdict in _QUIET else logging.WARNING)
+                ledger.refused(report.reason, level=logging.INFO if report.verdict in _QUIET else logging.WARNING)
             return Installation(report)
         if patching.is_patched(getattr(module, BACKEND_CLASS), probe.FORWARD):
             return Installation(report)

@@ -105,17 +105,23 @@ class Ledger:
 
     def failed(self, stage: str, error: Exception) -> None:
         """Our own code raised before anything was written; stock took over."""
-        self.declined(_failure(stage, error), logging.ERROR)
+        self.declined(f"{stage} failed, stock takes over: {type(error).__name__}: {error}", logging.ERROR)
 
-    def refused(self, reason: str, level: int = logging.WARNING) -> None:
-        """As :meth:`declined`, for what strict mode does not put up with: then this ends the process."""
-        self.declined(reason, level)
+    def refused(self, reason: str, otherwise: str = "", *, level: int = logging.WARNING) -> None:
+        """As :meth:`declined`, for what strict mode does not put up with: then this ends the process.
+
+        ``otherwise`` is what happens without strict mode.
+        """
         if self.strict:
+            self.declined(reason, level)
             stop(reason)
+        self.declined(f"{reason}; {otherwise}" if otherwise else reason, level)
 
     def refused_by(self, stage: str, error: Exception) -> None:
         """As :meth:`failed`, for what strict mode does not put up with: then this ends the process."""
-        self.refused(_failure(stage, error), logging.ERROR)
+        if self.strict:
+            self.refused(f"{stage} failed: {type(error).__name__}: {error}", level=logging.ERROR)
+        self.failed(stage, error)
 
     def decided(self, protocol: Protocol | None, decision: Decision) -> None:
         """One target-verify call took ``decision.route``. ``protocol`` is None when the call was not looked at."""
@@ -135,10 +141,6 @@ class Ledger:
     def as_rows(self) -> list[dict[str, object]]:
         """The counts, most frequent first: stage, reason, count."""
         return [{"stage": s, "reason": r, "count": n} for (s, r), n in self.counts.most_common()]
-
-
-def _failure(stage: str, error: Exception) -> str:
-    return f"{stage} failed, stock takes over: {type(error).__name__}: {error}"
 
 
 def stop(reason: str) -> NoReturn:

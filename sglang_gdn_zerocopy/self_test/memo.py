@@ -61,10 +61,8 @@ class SelfTest:
             differs = self._difference(shape, difference)
             known = self._passed[shape] = not differs
             if differs:
-                text = (
-                    f"self-test of the bundled {shape.kernel} kernel: {differs} is not stock's; stock's kernel instead"
-                )
-                self._ledger.refused(text)
+                text = f"self-test of the bundled {shape.kernel} kernel: {differs} is not stock's"
+                self._ledger.refused(text, "stock's kernel instead")
             else:
                 self._ledger.count("self-test", f"{shape.kernel} kernel equals stock's")
         return known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -55,6 +56,10 @@ class Span:
     median_us: float
     interval_us: Interval | None
     passes: int
+
+
+_COLLECTIVE = re.compile(r"nccl(?:Dev)?Kernel|cross_device_reduce|all_?reduce|all_?gather|reduce_?scatter", re.I)
+"""Kernels that wait for other ranks: NCCL's, and the custom ones of SGLang and FlashInfer by what they do."""
 
 
 @dataclass(frozen=True)
@@ -178,4 +183,10 @@ def _notes(base: TraceSummary, patch: TraceSummary) -> tuple[str, ...]:
             notes.append(f"the {what} differ, so times and counts may for that reason: base {old!r}, patch {new!r}")
     if Method.TOTALS in (base.method, patch.method):
         notes.append("launches per pass are averages over the whole trace; no span is known")
+    before, after = (sum(use.us for use in side.kernels if _COLLECTIVE.search(use.name)) for side in (base, patch))
+    if before or after:
+        notes.append(
+            f"collectives take {before:.1f} us of a pass in base, {after:.1f} us in patch: they and the span hold the "
+            "time that a rank waits for the others, so read every rank's trace before you believe one rank's span"
+        )
     return tuple(notes)

@@ -37,6 +37,20 @@ def test_removed_copies_per_verify_pass_and_no_other_change(tmp_path: Path, anno
     assert result.notes == ()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 2>(int)",
+        "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<2>(int)",
+    ],
+)
+def test_a_rank_that_waits_for_others_is_named(tmp_path: Path, name: str) -> None:
+    (note,) = comparison(tmp_path, base={"verify": {**VERIFY, name: 49}}).notes
+    assert note.startswith("collectives take 98.0 us of a pass in base, 0.0 us in patch: ")
+    assert "every rank's trace" in note
+
+
 def test_prefill_copies_stay(tmp_path: Path) -> None:
     result = comparison(tmp_path, which="prefill")
     assert result.headline == "the same launches per prefill pass, name by name"
