@@ -7,6 +7,7 @@ GDN_ZEROCOPY_TEST_DEVICE=cuda those of the drills, of shadow mode and of the fus
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,8 @@ from sglang_gdn_zerocopy.settings import CACHE
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = os.environ.get("GDN_ZEROCOPY_TEST_DEVICE", "cpu")
+# What a script starts in its background ignores Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Has all that a release with a copy can have, and is what the H200 figures are about.
 MOUNTED = "0.5.17"
 

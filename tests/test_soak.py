@@ -93,6 +93,7 @@ def test_host_times_of_each_way(harness: Harness, monkeypatch: pytest.MonkeyPatc
         return {"stock": 3.0, "two": 2.0, "one": 1.0}[way] + len(taken)
 
     monkeypatch.setenv("SGLANG_GDN_ZEROCOPY", "1")
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_SELFTEST", "0")
     monkeypatch.setattr(soak, "enqueue_time", enqueue_time)
     monkeypatch.setattr(recurrent_verify, "Config", lambda *args: recurrent_verify.PORTABLE)
     world = build_world(soak.cases("cpu")[0], 3, "cpu", harness.low_parts)

@@ -8,6 +8,9 @@ from sglang_gdn_zerocopy.records import Protocol
 
 # The draft tree of tree cases by parent index of each draft token; -1 is the root.
 TREE_PARENTS = (-1, 0, 0, 1)
+# Requests of a case with a large batch, on the CPU and on a GPU.
+MANY = 9
+MANY_ON_GPU = (8, 17, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,24 @@ class Case:
         return len(self.slots)
 
     @property
+    def pool_slots(self) -> int:
+        """Slots of the state pool: more than the case uses."""
+        return max(*self.slots, 3) + 2
+
+    @property
+    def pool_requests(self) -> int:
+        """Rows of the buffers that hold one a request: more than the case uses."""
+        return max(self.num_requests, 4) + 1
+
+    @property
     def live_requests(self) -> int:
         """Requests that have tokens."""
         return self.num_requests if self.live is None else self.live
+
+
+def _scattered(requests: int) -> tuple[int, ...]:
+    """A slot for each of so many requests, no two neighbours in order."""
+    return tuple((5 * request + 3) % requests for request in range(requests))
 
 
 _FOLD = Protocol.FOLD_RING
@@ -74,12 +92,14 @@ CASES = (
     Case("chain, padded graph rows", slots=(2, 3, -1, -1), live=2),
     Case("chain, padded row with tokens", slots=(2, -1), draft_tokens=3),
     Case("chain, rows inside a wider buffer", row_padding=7, draft_tokens=3),
+    Case("chain, many requests", draft_tokens=2, slots=_scattered(MANY)),
     Case("chain, three layers", layers=3, draft_tokens=2, slots=(1,), num_v_heads=1),
     Case("tree, dense windows", tree=True, windows="dense"),
     Case("tree, padded graph rows", tree=True, windows="dense", slots=(1, 2, -1), live=2),
     Case("fold ring", protocol=_FOLD, ring_steps=4),
     Case("fold ring, padded graph rows", protocol=_FOLD, ring_steps=4, slots=(3, -1), live=1),
     Case("fold ring, T beyond the ring", protocol=_FOLD, ring_steps=4, draft_tokens=6, slots=(1,)),
+    Case("fold ring, many requests", protocol=_FOLD, ring_steps=2, draft_tokens=2, slots=_scattered(MANY)),
     Case("fold ring, ratio 3", protocol=_FOLD, ring_steps=3, draft_tokens=3, num_v_heads=3, slots=(0,)),
     Case("circular ring", protocol=_CIRCULAR, draft_tokens=4),
     Case("circular ring, padded graph rows", protocol=_CIRCULAR, slots=(1, -1), live=1, draft_tokens=3),
@@ -118,17 +138,24 @@ def cases_for(
 
 
 def on_gpu(case: Case) -> tuple[Case, ...]:
-    """The same case with bfloat16 activations and real model width, with both state dtypes of production."""
+    """The same case with bfloat16 activations and real model width, with both state dtypes of production.
+
+    A case with many requests is run with several numbers of them, as wide as Qwen3.5-4B, others a quarter of that.
+    """
     activations = "bfloat16" if case.activation_dtype == "float16" else case.activation_dtype
     states = ("float32", "bfloat16") if case.state_dtype == "float32" else ("bfloat16",)
+    many = case.num_requests == MANY
+    batches = [(f"{case.name}: {n}", _scattered(n), 16) for n in MANY_ON_GPU] if many else [(case.name, case.slots, 4)]
     return tuple(
         replace(
             case,
-            name=f"{case.name} [state {state}]",
-            num_k_heads=case.num_k_heads * 4,
-            num_v_heads=case.num_v_heads * 4,
+            name=f"{name} [state {state}]",
+            slots=slots,
+            num_k_heads=case.num_k_heads * width,
+            num_v_heads=case.num_v_heads * width,
             activation_dtype=activations,
             state_dtype=state,
         )
+        for name, slots, width in batches
         for state in states
     )

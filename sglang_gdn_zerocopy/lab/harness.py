@@ -16,7 +16,7 @@ from sglang_gdn_zerocopy import bundled
 from sglang_gdn_zerocopy.kernels import conv_update, conv_verify
 from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE
 from sglang_gdn_zerocopy.lab.commit import Commit
-from sglang_gdn_zerocopy.lab.world import POOL_REQUESTS, World
+from sglang_gdn_zerocopy.lab.world import World
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
@@ -142,14 +142,14 @@ class Harness:
         if world.cursors:
             pool.replayssm_spec_write_pos = pool.replayssm_write_pos
         backend = object.__new__(self._backend_class)
-        device = world.mixed_qkv.device
+        device, rows = world.mixed_qkv.device, world.case.pool_requests
         backend.__dict__.update(
             kernel_dispatcher=self.dispatcher(),
             forward_metadata=world.metadata,
             req_to_token_pool=SimpleNamespace(
-                mamba_pool=pool, size=POOL_REQUESTS - 1, mamba2_layer_cache=lambda layer_id: cache
+                mamba_pool=pool, size=rows - 1, mamba2_layer_cache=lambda layer_id: cache
             ),
-            verify_intermediate_state_indices=torch.arange(POOL_REQUESTS, dtype=torch.int32, device=device),
+            verify_intermediate_state_indices=torch.arange(rows, dtype=torch.int32, device=device),
             mis_metadata=None,
         )
         return backend

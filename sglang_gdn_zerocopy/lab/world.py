@@ -13,9 +13,6 @@ from sglang_gdn_zerocopy.records import Protocol
 
 HEAD_DIM = 128
 CONV_WIDTH = 4
-# Slots of the state pool and rows of the per-request buffers; both hold more than any case uses.
-POOL_SLOTS = 5
-POOL_REQUESTS = 5
 
 
 @dataclass
@@ -44,7 +41,7 @@ def build_world(case: Case, seed: int, device: str, low_parts: bool) -> World:
     make = _Maker(seed, device)
     activation, state = getattr(torch, case.activation_dtype), getattr(torch, case.state_dtype)
     H, HV, T = case.num_k_heads, case.num_v_heads, case.draft_tokens
-    Ta = case.buffer_steps or T
+    Ta, pool = case.buffer_steps or T, case.pool_slots
     rows, dim = case.num_requests * T, (2 * H + HV) * HEAD_DIM
 
     # A projection holds z behind (or, interleaved, between) packed QKV; a case without model uses its first part.
@@ -70,22 +67,22 @@ def build_world(case: Case, seed: int, device: str, low_parts: bool) -> World:
         dt_bias=make.normal("dt_bias", (HV,), torch.float32),
     )
     cache: dict[str, Any] = {
-        "conv": [make.normal("conv_state", (POOL_SLOTS, dim, CONV_WIDTH - 1), activation)],
-        "temporal": make.normal("state", (POOL_SLOTS, HV, HEAD_DIM, HEAD_DIM), state),
+        "conv": [make.normal("conv_state", (pool, dim, CONV_WIDTH - 1), activation)],
+        "temporal": make.normal("state", (pool, HV, HEAD_DIM, HEAD_DIM), state),
         "intermediate_conv_window": [_windows(make, case, Ta, dim, activation)],
         "intermediate_ssm": None,
     }
     cursors: dict[str, torch.Tensor] = {}
     if case.protocol is Protocol.SNAPSHOTS:
-        cache["intermediate_ssm"] = make.poison("snapshots", (POOL_REQUESTS, Ta, HV, HEAD_DIM, HEAD_DIM), state)
+        cache["intermediate_ssm"] = make.poison("snapshots", (case.pool_requests, Ta, HV, HEAD_DIM, HEAD_DIM), state)
     elif case.protocol is Protocol.FOLD_RING:
         L = case.ring_steps
-        cache["replayssm_rawv"] = make.poison("ring_v", (POOL_SLOTS, HV, L, HEAD_DIM), activation)
-        cache["replayssm_rawk"] = make.poison("ring_k", (POOL_SLOTS, H, L, HEAD_DIM), activation)
-        cache["replayssm_g"] = make.poison("ring_g", (POOL_SLOTS, HV, L), torch.float32)
-        cache["replayssm_beta"] = make.poison("ring_beta", (POOL_SLOTS, HV, L), torch.float32)
+        cache["replayssm_rawv"] = make.poison("ring_v", (pool, HV, L, HEAD_DIM), activation)
+        cache["replayssm_rawk"] = make.poison("ring_k", (pool, H, L, HEAD_DIM), activation)
+        cache["replayssm_g"] = make.poison("ring_g", (pool, HV, L), torch.float32)
+        cache["replayssm_beta"] = make.poison("ring_beta", (pool, HV, L), torch.float32)
     else:
-        cursors = _circular_ring(make, cache, H, HV, case.ring_steps, activation, low_parts)
+        cursors = _circular_ring(make, cache, case, activation, low_parts)
     return World(
         case=case,
         tensors=make.tensors,
@@ -126,21 +123,22 @@ class _Maker:
 def _windows(make: _Maker, case: Case, steps: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     taps = CONV_WIDTH - 1
     if case.windows == "dense":
-        return make.poison("windows", (POOL_REQUESTS, steps, dim, taps), dtype)
+        return make.poison("windows", (case.pool_requests, steps, dim, taps), dtype)
     # Consecutive windows share all but one tap, so each cell is stored once.
     cells = steps + taps - 1
-    storage = make.poison("windows", (POOL_REQUESTS, dim, cells), dtype)
-    return storage.as_strided((POOL_REQUESTS, steps, dim, taps), (dim * cells, 1, cells, 1))
+    storage = make.poison("windows", (case.pool_requests, dim, cells), dtype)
+    return storage.as_strided((case.pool_requests, steps, dim, taps), (dim * cells, 1, cells, 1))
 
 
 def _circular_ring(
-    make: _Maker, cache: dict[str, Any], H: int, HV: int, L: int, dtype: torch.dtype, low_parts: bool
+    make: _Maker, cache: dict[str, Any], case: Case, dtype: torch.dtype, low_parts: bool
 ) -> dict[str, torch.Tensor]:
+    H, HV, L, pool = case.num_k_heads, case.num_v_heads, case.ring_steps, case.pool_slots
     # History that earlier steps left in the ring: real values, since the verify reads them.
-    keys, values = (POOL_SLOTS, H, L, HEAD_DIM), (POOL_SLOTS, HV, L, HEAD_DIM)
+    keys, values = (pool, H, L, HEAD_DIM), (pool, HV, L, HEAD_DIM)
     cache["replayssm_d"] = make.normal("ring_d", values, dtype)
     cache["replayssm_k"] = make.normal("ring_k", keys, dtype)
-    cache["replayssm_g"] = make.keep("ring_g", -make.normal("ring_g", (POOL_SLOTS, HV, L), torch.float32).abs())
+    cache["replayssm_g"] = make.keep("ring_g", -make.normal("ring_g", (pool, HV, L), torch.float32).abs())
     if low_parts:
         keep_low = dtype != torch.float32
         cache["replayssm_rawv"] = make.normal("ring_v_low", values, dtype) if keep_low else None
@@ -149,13 +147,14 @@ def _circular_ring(
     else:
         cache["replayssm_rawv"] = make.normal("ring_v", values, dtype)
         cache["replayssm_rawk"] = make.normal("ring_raw_k", keys, dtype)
-        cache["replayssm_beta"] = make.normal("ring_beta", (POOL_SLOTS, HV, L), torch.float32).sigmoid_()
-    # Cursors at the start, in the middle and near the end of the ring; one slot is due for a flush.
-    positions, bases = [0, 5, L - 2, 3, 1], [0, L - 1, 4, 9, 2]
+        cache["replayssm_beta"] = make.normal("ring_beta", (pool, HV, L), torch.float32).sigmoid_()
+    # Cursors at the start, in the middle and near the end of the ring; one slot in five is due for a flush.
+    turns = [slot % 5 for slot in range(pool)]
+    positions, bases, flushes = [0, 5, L - 2, 3, 1], [0, L - 1, 4, 9, 2], [0, 0, 0 if low_parts else 1, 0, 0]
     return {
-        "replayssm_write_pos": make.integers("write_pos", positions),
-        "replayssm_cache_base": make.integers("cache_base", [base % L for base in bases]),
-        "replayssm_is_flush": make.integers("is_flush", [0, 0, 0 if low_parts else 1, 0, 0], torch.int8),
+        "replayssm_write_pos": make.integers("write_pos", [positions[turn] for turn in turns]),
+        "replayssm_cache_base": make.integers("cache_base", [bases[turn] % L for turn in turns]),
+        "replayssm_is_flush": make.integers("is_flush", [flushes[turn] for turn in turns], torch.int8),
     }
 
 

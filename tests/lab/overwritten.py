@@ -19,7 +19,7 @@ from sglang_gdn_zerocopy.lab import loader
 from sglang_gdn_zerocopy.lab.cases import Case, cases_for
 from sglang_gdn_zerocopy.lab.commit import last_nodes
 from sglang_gdn_zerocopy.lab.harness import Harness
-from sglang_gdn_zerocopy.lab.world import POOL_SLOTS, build_world
+from sglang_gdn_zerocopy.lab.world import build_world
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
 
 # Both conv launches (16 and 32 bit), both layouts of the windows, a tree, rows without a slot or tokens, every ring.
@@ -41,7 +41,7 @@ def examine(harness: Harness, case: Case) -> None:
     after_verify = {name: tensor.clone() for name, tensor in world.tensors.items()}
     conv_state = world.tensors["conv_state"]
     live = [slot for slot in case.slots[: case.live_requests] if slot >= 0]
-    others = [slot for slot in range(POOL_SLOTS) if slot not in live]
+    others = [slot for slot in range(case.pool_slots) if slot not in live]
     for turn in range(3):
         nodes = last_nodes(case, turn)
         results = []

@@ -122,7 +122,15 @@ def test_the_cases_cover_what_they_promise() -> None:
     assert any(case.tree for case in CASES)
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.windows for case in cases_for(tuple(Protocol), True, overlapping_windows=False)} == {"dense"}
-    assert {v.state_dtype for case in CASES for v in on_gpu(case)} == {"float32", "bfloat16"}
+    wide = [variant for case in CASES for variant in on_gpu(case)]
+    assert {variant.state_dtype for variant in wide} == {"float32", "bfloat16"}
+    assert len({variant.name for variant in wide}) == len(wide)
+    # Each protocol that has a commit of its own kind, with the batches of a busy server and the heads of a model.
+    for protocol in (Protocol.SNAPSHOTS, Protocol.FOLD_RING):
+        busy = [variant for variant in wide if variant.protocol is protocol and variant.num_requests >= 8]
+        assert {variant.num_requests for variant in busy} == {8, 17, 32, 64, 128}
+        assert {(variant.num_k_heads, variant.num_v_heads) for variant in busy} == {(16, 32)}
+        assert all(sorted(variant.slots) == list(range(variant.num_requests)) for variant in busy)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
