@@ -1,5 +1,5 @@
-"""What is read of a call of stock's conv and recurrence. Anything but a target-verify chain's own is refused: no argument
-that stock would have honoured is passed over."""
+"""What is read of a call of stock's conv and recurrence. Anything but a target-verify chain's own is refused: no
+argument that stock would have honoured is passed over."""
 
 from __future__ import annotations
 
