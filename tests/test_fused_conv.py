@@ -197,9 +197,7 @@ def test_other_code_on_the_way_gets_stocks_unpack(harness: Harness, monkeypatch:
 @pytest.mark.usefixtures("switched_on")
 def test_another_tensor_than_was_handed_out_is_filled_first(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a custom op would: the same storage in another object."""
-    backend_of = adapter.StockPath.backend_of
     monkeypatch.setattr(adapter, "packed_of", lambda args, kwargs: kwargs["mixed_qkv"][:])
-    monkeypatch.setattr(adapter.StockPath, "backend_of", backend_of)
     twin = Twin(harness, LAYER)
     assert twin.launches == 2
     assert twin.equals_stock()

@@ -283,7 +283,8 @@ def _own_functions(module_name: str, class_name: str, names: tuple[str, ...]) ->
     kind = getattr(module, class_name)
     functions = {name: vars(kind).get(name) for name in names}
     for function in functions.values():
-        if not isinstance(function, FunctionType) or function.__code__.co_filename != module.__file__:
+        # A wrapper by wrapt says that it is a function, with the code of what it wraps.
+        if type(function) is not FunctionType or function.__code__.co_filename != module.__file__:
             return kind, {}
     return kind, functions
 

@@ -98,7 +98,7 @@ def is_patched(owner: Any, name: str) -> bool:
 
 def is_bare(value: Any) -> bool:
     """Whether ``value`` is a function that wraps no other, as SGLang's own are that we patch."""
-    return isinstance(value, FunctionType) and not hasattr(value, "__wrapped__")
+    return type(value) is FunctionType and not hasattr(value, "__wrapped__")
 
 
 class Outermost:

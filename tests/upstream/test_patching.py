@@ -124,3 +124,27 @@ def test_a_replacement_is_reported_as_lost() -> None:
     assert not patching.is_patched(backend, "forward")
     assert applied.undo() != ()
     assert backend().forward(1) == "replaced"
+
+
+def test_outermost_is_ours_around_a_bare_function_and_nothing_else() -> None:
+    backend, _ = _target()
+    raw, outermost = vars(backend)["forward"], patching.Outermost(backend, "forward")
+    assert not outermost()
+    patching.apply([patching.Patch(backend, "forward", _plus_one)])
+    ours = vars(backend)["forward"]
+    assert outermost()
+    for foreign in (_by_functools(ours), _by_wrapt(ours), _by_wrapt(raw), raw, _plus_one):
+        backend.forward = foreign
+        assert not outermost()
+        backend.forward = ours
+        assert outermost()
+    del backend.forward
+    assert not outermost()
+
+
+@pytest.mark.parametrize("wrap", [_by_functools, _by_wrapt])
+def test_outermost_looks_at_what_we_wrapped(wrap: Any) -> None:
+    backend, _ = _target()
+    backend.forward = wrap(vars(backend)["forward"])
+    patching.apply([patching.Patch(backend, "forward", _plus_one)])
+    assert not patching.Outermost(backend, "forward")()
