@@ -118,8 +118,11 @@ def _subclass(call: Call) -> None:
     call.backend.__class__ = type("XpuGDNAttnBackend", (type(call.backend),), {})
 
 
-def _without_ring(call: Call) -> None:
-    vars(call.backend.req_to_token_pool.mamba2_layer_cache(0))["replayssm_rawv"] = None
+def _without(buffer: str) -> Any:
+    def change(call: Call) -> None:
+        vars(call.backend.req_to_token_pool.mamba2_layer_cache(0))[buffer] = None
+
+    return change
 
 
 def _argument(name: str, value: Any) -> Any:
@@ -176,10 +179,11 @@ def test_a_protocol_that_the_release_was_not_tested_with(harness: Harness, case:
         (FOLD, [], Protocol.FOLD_RING),
         (FOLD, [_set("pool.replayssm_is_kda", True)], Protocol.SNAPSHOTS),
         (FOLD, [_set("pool.replayssm_spec_fold", False)], Protocol.SNAPSHOTS),
-        (FOLD, [_without_ring], Protocol.SNAPSHOTS),
+        (FOLD, [_without("replayssm_rawv")], Protocol.SNAPSHOTS),
         (CIRCULAR, [], Protocol.CIRCULAR_RING),
         (CIRCULAR, [_set("pool.replayssm_is_kda", True)], Protocol.SNAPSHOTS),
         (CIRCULAR, [_set("pool.replayssm_cache_base", None)], Protocol.SNAPSHOTS),
+        (CIRCULAR, [_without("replayssm_d")], Protocol.SNAPSHOTS),
     ],
 )
 def test_the_protocol_is_that_of_the_live_pool(

@@ -142,7 +142,7 @@ def test_outermost_is_ours_around_a_bare_function_and_nothing_else() -> None:
     assert not outermost()
 
 
-@pytest.mark.parametrize("wrap", [_by_functools, _by_wrapt])
+@pytest.mark.parametrize("wrap", [_by_functools, _by_wrapt, functools.partial])
 def test_outermost_looks_at_what_we_wrapped(wrap: Any) -> None:
     backend, _ = _target()
     backend.forward = wrap(vars(backend)["forward"])
