@@ -9,7 +9,7 @@ import pytest
 
 from sglang_gdn_zerocopy.import_hook import Installation, install_model
 from sglang_gdn_zerocopy.ledger import Ledger
-from sglang_gdn_zerocopy.upstream.probe import ProbeReport, Verdict
+from sglang_gdn_zerocopy.records import ProbeReport, Verdict
 from sglang_gdn_zerocopy.upstream.releases import MODELS
 
 
