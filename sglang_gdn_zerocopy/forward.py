@@ -80,15 +80,16 @@ class Overlay:
         self._bundled = Bundled(ledger, self_test, stock_conv, release.reciprocal_norm)
         self._path: adapter.StockPath | None = None
         self._backend_class = getattr(module, BACKEND_CLASS)
+        self._package = patching.package_folder(module)
         self._nobody_else = (
-            patching.Outermost(self._backend_class, FORWARD),
-            patching.Outermost(module, CONV_FUNCTION),
+            patching.Outermost(self._backend_class, FORWARD, self._package),
+            patching.Outermost(module, CONV_FUNCTION, self._package),
         )
         # Whoever reads packed QKV behind the conv, by the names that stock's forward uses.
         places = self._recurrence_places() if bundled_kernels and bundled_recurrence else ()
         if places and release.copies:
             places += ((module, COPY_FUNCTION),)
-        self._readers = [patching.Outermost(*place) for place in places]
+        self._readers = [patching.Outermost(*place, self._package) for place in places]
 
     def kernels(self) -> list[dict[str, str]]:
         """The bundled kernels by shape: how each is compiled and what its self-test said."""
@@ -107,13 +108,15 @@ class Overlay:
     def _recurrence_places(self) -> tuple[tuple[ModuleType, str], ...]:
         # The snapshots' kernel class holds the recurrence by name; the fold ring imports it at every call.
         holder = sys.modules[getattr(self._module, TRITON_VERIFY_CLASS).__module__]
-        recurrence = getattr(holder, RECURRENCE_FUNCTION)
-        return tuple((owner, RECURRENCE_FUNCTION) for owner in (holder, sys.modules[recurrence.__module__]))
+        home = sys.modules[getattr(holder, RECURRENCE_FUNCTION).__module__]
+        # Its home is another module where others have put their own function into the kernel class's.
+        owners = (holder, home) if hasattr(home, RECURRENCE_FUNCTION) else (holder,)
+        return tuple((owner, RECURRENCE_FUNCTION) for owner in owners)
 
     def model_patches(self, module: ModuleType, site: ModelSite) -> list[patching.Patch]:
         """What to put on a model's module: its layer's forward and the unpack that this calls."""
 
-        nobody_else = patching.Outermost(module, site.unpack_function)
+        nobody_else = patching.Outermost(module, site.unpack_function, self._package)
 
         def unpack(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not nobody_else():
@@ -224,7 +227,7 @@ class Overlay:
 
     def _is_others(self, stage: str, wrapped: Any) -> bool:
         """Whether others were at a function of stock's before us: what they made of it is not ours to replace."""
-        if patching.is_bare(wrapped):
+        if patching.is_stocks(wrapped, self._package):
             return False
         code = getattr(wrapped, "__code__", None)
         place = code.co_filename if code is not None else type(wrapped).__name__

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy import bundled
+from sglang_gdn_zerocopy import activation, bundled
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.calls import Origin, PutOff
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
@@ -24,7 +25,7 @@ from sglang_gdn_zerocopy.records import CallShape, Decision, Protocol, Route
 from sglang_gdn_zerocopy.self_test import conv as conv_test
 from sglang_gdn_zerocopy.self_test.memo import SelfTest
 from sglang_gdn_zerocopy.upstream import adapter
-from sglang_gdn_zerocopy.upstream.releases import MODELS, PATH
+from sglang_gdn_zerocopy.upstream.releases import CONV_FUNCTION, COPY_FUNCTION, MODELS, PATH, RECURRENCE_FUNCTION
 from tests.conftest import DEVICE
 
 pytestmark = pytest.mark.usefixtures("two_launches")
@@ -192,6 +193,57 @@ def test_other_code_on_the_way_gets_stocks_unpack(harness: Harness, monkeypatch:
     assert twin.launches == 2
     assert ("unpack", "left to stock: other code stands between the model and the backend") in counts()
     assert twin.equals_stock()
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("before_us", [False, True])
+def test_other_code_around_the_unpack_gets_stocks(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, before_us: bool
+) -> None:
+    site = MODELS[0]
+    module = importlib.import_module(site.module)
+    if before_us:
+        sglang_gdn_zerocopy.deactivate()
+    inner, seen = vars(module)[site.unpack_function], []
+
+    def around(*args: Any) -> Any:
+        results = inner(*args)
+        seen.append(results[0].clone())
+        return results
+
+    monkeypatch.setattr(module, site.unpack_function, around)
+    if before_us:
+        sglang_gdn_zerocopy.activate()
+    twin = Twin(harness, LAYER)
+    assert same_bits(seen[0], twin.world.projection[:, : seen[0].shape[1]])
+    assert twin.launches == 2
+    assert twin.equals_stock()
+    monkeypatch.undo()
+    sglang_gdn_zerocopy.deactivate()
+
+
+@pytest.mark.parametrize("stage", ["conv", "copy", "recurrence"])
+def test_what_others_put_there_before_us_is_left_to_them(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """A plain function, which says nothing of what it stands for."""
+    names = {"conv": CONV_FUNCTION, "copy": COPY_FUNCTION, "recurrence": RECURRENCE_FUNCTION}
+    holder = sys.modules[harness.module.TritonGDNKernel.__module__] if stage == "recurrence" else harness.module
+    inner, calls = vars(holder)[names[stage]], []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(stage)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(holder, names[stage], theirs)
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY", "1")
+    activation._PROCESS.ledger.reset()
+    sglang_gdn_zerocopy.activate()
+    twin = Twin(harness, LAYER)
+    reached = calls.count(stage)
+    hooked = [reason for reason in declined() if reason.startswith(f"the {stage} was hooked by code of {__file__}")]
+    assert twin.equals_stock()
+    assert (reached, len(hooked)) == (1, 1)
 
 
 @pytest.mark.usefixtures("switched_on")

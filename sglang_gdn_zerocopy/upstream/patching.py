@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import wrapt
@@ -96,18 +97,30 @@ def is_patched(owner: Any, name: str) -> bool:
     return bool(_markers(vars(owner).get(name)))
 
 
-def is_bare(value: Any) -> bool:
-    """Whether ``value`` is a function that wraps no other, as SGLang's own are that we patch."""
-    return type(value) is FunctionType and not hasattr(value, "__wrapped__")
+def package_folder(module: ModuleType) -> str:
+    """Where ``module``'s top-level package was loaded from, as the code of its functions names it, with a separator
+    behind it."""
+    folder = module.__file__ or ""
+    for _ in range(module.__name__.count(".")):
+        folder = os.path.dirname(folder)
+    return folder + os.sep
+
+
+def is_stocks(value: Any, package: str) -> bool:
+    """Whether ``value`` is a function that wraps no other, of a file in ``package``, as SGLang's own are."""
+    if type(value) is not FunctionType or hasattr(value, "__wrapped__"):
+        return False
+    return value.__code__.co_filename.startswith(package)
 
 
 class Outermost:
-    """Whether attribute ``name`` of ``owner`` is our wrapper around a bare function, with no one else's code outside
-    or inside it. Cheap to ask again: the answer is remembered for as long as the same object stands there."""
+    """Whether attribute ``name`` of ``owner`` is our wrapper around a function of ``package``, with no one else's code
+    outside or inside it. Cheap to ask again: the answer is remembered for as long as the same object stands there."""
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: Any, name: str, package: str) -> None:
         self._place = vars(owner)
         self._name = name
+        self._package = package
         self._known: Any = None
         self._answer = False
 
@@ -115,7 +128,7 @@ class Outermost:
         value = self._place.get(self._name)
         if value is not self._known:
             ours = type(value) is wrapt.FunctionWrapper and getattr(value, _MARKER, None) is not None
-            self._answer = ours and is_bare(value.__wrapped__)
+            self._answer = ours and is_stocks(value.__wrapped__, self._package)
             self._known = value
         return self._answer
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,9 @@ import pytest
 import wrapt
 
 from sglang_gdn_zerocopy.upstream import patching
+
+# The folder of this package of tests, in the part of stock's.
+HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def _target() -> tuple[Any, ModuleType]:
@@ -126,9 +131,14 @@ def test_a_replacement_is_reported_as_lost() -> None:
     assert backend().forward(1) == "replaced"
 
 
-def test_outermost_is_ours_around_a_bare_function_and_nothing_else() -> None:
+def test_the_folder_of_a_package() -> None:
+    assert patching.package_folder(sys.modules[__name__]) == HERE
+    assert patching.package_folder(patching) == patching.__file__[: -len("upstream/patching.py")]
+
+
+def test_outermost_is_ours_around_a_function_of_the_package_and_nothing_else() -> None:
     backend, _ = _target()
-    raw, outermost = vars(backend)["forward"], patching.Outermost(backend, "forward")
+    raw, outermost = vars(backend)["forward"], patching.Outermost(backend, "forward", HERE)
     assert not outermost()
     patching.apply([patching.Patch(backend, "forward", _plus_one)])
     ours = vars(backend)["forward"]
@@ -147,4 +157,11 @@ def test_outermost_looks_at_what_we_wrapped(wrap: Any) -> None:
     backend, _ = _target()
     backend.forward = wrap(vars(backend)["forward"])
     patching.apply([patching.Patch(backend, "forward", _plus_one)])
-    assert not patching.Outermost(backend, "forward")()
+    assert not patching.Outermost(backend, "forward", HERE)()
+
+
+def test_a_function_of_another_package_is_not_stocks() -> None:
+    backend, _ = _target()
+    patching.apply([patching.Patch(backend, "forward", _plus_one)])
+    assert patching.Outermost(backend, "forward", HERE)()
+    assert not patching.Outermost(backend, "forward", os.path.join(HERE, "elsewhere") + os.sep)()
