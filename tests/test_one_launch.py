@@ -16,13 +16,14 @@ import torch
 import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import activation, bundled, forward
 from sglang_gdn_zerocopy.bits import same_bits
+from sglang_gdn_zerocopy.calls import Plan
 from sglang_gdn_zerocopy.forward import TOGETHER
 from sglang_gdn_zerocopy.kernels import conv_verify as kernel
 from sglang_gdn_zerocopy.kernels.recurrent_verify import PORTABLE, Inputs
 from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.comparison import poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
-from sglang_gdn_zerocopy.records import Protocol
+from sglang_gdn_zerocopy.records import CallShape, Protocol, Route
 from sglang_gdn_zerocopy.self_test import one_launch as self_test
 from tests.conftest import DEVICE
 from tests.test_fused_conv import LAYER, NEXT, PACKED, Twin, counts, declined, world_of
@@ -70,6 +71,66 @@ def test_one_launch(harness: Harness, case: Case) -> None:
     # No other launch up to packed QKV.
     assert twin.launches == 1
     assert_as_stock(twin, conv_state=False)
+
+
+@pytest.mark.parametrize("route", Route, ids=lambda route: route.name)
+def test_a_conv_waits_where_its_own_recurrence_takes_it_along(harness: Harness, route: Route) -> None:
+    """On other routes stock's code reads packed QKV behind the conv."""
+    overlay = activation._PROCESS.installation.overlay  # type: ignore[union-attr]  # switched on
+    assert overlay is not None
+    world = world_of(PACKED)
+    packed, batch = world.mixed_qkv, harness.forward_batch(world)
+    rows, dim = packed.shape
+    shape = overlay._adapt.shape_of(harness.backend(world), world.layer, batch, rows, dim, packed.dtype)
+    assert isinstance(shape, CallShape)
+    waits = overlay._to_wait_for(Plan(shape, route, None), packed.device)
+    assert (waits is not None) is (route is Route.BUNDLED)
+
+
+def packed_and_parts(rows: int = 3) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Packed QKV with one key head and two value heads of 4, and q, k, v as views of it."""
+    packed = torch.randn(rows, 16, device=DEVICE)
+    return packed, [part.view(1, rows, -1, 4) for part in torch.split(packed, [4, 4, 8], dim=1)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_views_of_all_of_packed_qkv(rows: int) -> None:
+    packed, parts = packed_and_parts(rows)
+    assert forward._reads_all_of(packed, Inputs(*parts, *[packed] * 7))
+    if rows == 1:
+        # A single row has no next one to be that far away.
+        parts = [part.as_strided(part.shape, (7, 7, 4, 1), part.storage_offset()) for part in parts]
+        assert forward._reads_all_of(packed, Inputs(*parts, *[packed] * 7))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part.clone(),
+        lambda part: part.view(torch.int32),
+        lambda part: part[:, :2],
+        lambda part: part.as_strided(part.shape, (0, 8, 4, 1), part.storage_offset()),
+        lambda part: part[..., :3],
+    ],
+    ids=["copy", "other type", "fewer rows", "other rows", "a part of it"],
+)
+def test_other_inputs_than_all_of_packed_qkv(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    packed, parts = packed_and_parts()
+    parts[place] = change(parts[place])
+    assert not forward._reads_all_of(packed, Inputs(*parts, *[packed] * 7))
+
+
+def test_parts_in_another_order_are_not_all_of_packed_qkv() -> None:
+    packed, (q, k, v) = packed_and_parts()
+    assert not forward._reads_all_of(packed, Inputs(k, q, v, *[packed] * 7))
+
+
+def test_the_same_elements_of_memory() -> None:
+    x = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    assert forward._same(x, x.view(2, 3))
+    for other in (x.clone(), x[1:], x[:5], x.view(torch.float32)):
+        assert not forward._same(x, other)
 
 
 @pytest.fixture(params=["output", "windows", "kept", "z", "b", "a", "conv_state"])
@@ -178,24 +239,6 @@ def test_other_tensors_than_packed_qkv(harness: Harness, monkeypatch: pytest.Mon
         assert TOGETHER not in counts()
         assert_as_stock(twin, conv_state=True)
         sglang_gdn_zerocopy.activate()
-
-
-def test_views_of_packed_qkv_are_told_from_others() -> None:
-    packed = torch.zeros(6, 4 * 128)
-    q, k, v = (part.view(1, 6, -1, 128) for part in torch.split(packed, [128, 128, 256], dim=1))
-
-    def inputs(*parts: torch.Tensor) -> Any:
-        return Inputs(*parts, *[packed] * 7)
-
-    assert forward._reads_all_of(packed, inputs(q, k, v))
-    assert not forward._reads_all_of(packed, inputs(k, q, v))
-    assert not forward._reads_all_of(packed, inputs(q.clone(), k, v))
-    assert not forward._reads_all_of(packed, inputs(q, k, v[:, :, :1]))
-    assert not forward._reads_all_of(packed, inputs(q[:, :3], k[:, :3], v[:, :3]))
-    assert not forward._reads_all_of(packed.double(), inputs(q, k, v))
-    assert not forward._reads_all_of(packed, inputs(q[:, ::2], k[:, ::2], v[:, ::2]))
-    one = [part[:, :1].as_strided((1, 1, *part.shape[2:]), (7, 7, 128, 1)) for part in (q, k, v)]
-    assert forward._reads_all_of(packed[:1], inputs(*one))
 
 
 def test_the_recurrence_left_to_stock(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
