@@ -17,7 +17,6 @@ import multiprocessing
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -29,7 +28,6 @@ import triton
 import triton.language as tl
 
 from sglang_gdn_zerocopy.kernels import conv_verify as cv
-from sglang_gdn_zerocopy.kernels import recurrent_verify as rv
 from tests.gpu import conv_update as front
 from tests.gpu import conv_verify as one
 from tests.gpu import recurrent_verify as rec
@@ -98,15 +96,6 @@ def calls_of(stock: Stock, combination: Combination, requests: int) -> dict[str,
     state = rec.DTYPES[combination.state]
     config = cv.choose(combination.protocol, state, requests * HV, T, torch.device(rec.DEVICE))
 
-    def two_launches(world: World, b: front.Buffers) -> Callable[[], dict[str, torch.Tensor]]:
-        def call() -> dict[str, torch.Tensor]:
-            results = stock.chains.ours(SHAPE, b)
-            behind = rec.behind(results, world, b, None)
-            output = rv.recurrent_verify(*rec.world_inputs(behind), world.kept, reciprocal_norm=inverse, overlap=True)
-            return {**results, **rec.written(output, world)}
-
-        return call
-
     def one_launch(world: World, b: front.Buffers) -> Callable[[], dict[str, torch.Tensor]]:
         arguments = one.arguments_of(Cell(SHAPE, requests), world, b)
 
@@ -116,7 +105,10 @@ def calls_of(stock: Stock, combination: Combination, requests: int) -> dict[str,
 
         return call
 
-    calls: dict[str, Call] = {"stock": partial(partial, stock, SHAPE), "two launches": two_launches}
+    calls: dict[str, Call] = {
+        "stock": partial(partial, stock, SHAPE),
+        "two launches": partial(partial, one.two_launches, stock),
+    }
     return {**calls, "one launch": one_launch} if config else calls
 
 
@@ -162,7 +154,7 @@ def worker(task: tuple[str, str]) -> list[dict[str, Any]]:
                 try:
                     outcome = measure(stock, Combination(release, protocol, state), requests, rates)
                 except Exception as error:
-                    outcome = {"problem": "".join(traceback.format_exception_only(error))[-300:].strip()}
+                    outcome = {"problem": one.text_of(error)}
                 records.append({**named, **shape, "seed": requests, **outcome, **stamp})
                 torch.cuda.empty_cache()
     return records

@@ -92,12 +92,6 @@ class Cell:
         return " ".join(part for part in (head, *marks, *numbers, room, scale) if part)
 
 
-def chosen(protocol: str, state: str) -> tuple[Config, ...]:
-    """The table's configurations."""
-    rows = [one for one in cv.CHOICES if (one.protocol, one.state_dtype) == (protocol, rec.DTYPES[state])]
-    return tuple(dict.fromkeys(one.config for one in rows))
-
-
 @cache
 def chains_of(sources: str, release: str) -> front.Chains:
     """The one release that this process mounts."""
@@ -204,7 +198,7 @@ def compare(task: Task) -> list[dict[str, Any]]:
     try:
         stock = Stock(sources, combination.release)
     except Exception as error:
-        return [{**named, "cell": "load", "tile": "", "problem": _text(error)}]
+        return [{**named, "cell": "load", "tile": "", "problem": text_of(error)}]
     inverse = rec.reciprocal(combination.release)
     for seed, cell in enumerate(cells):
         label = cell.label()
@@ -213,7 +207,7 @@ def compare(task: Task) -> list[dict[str, Any]]:
             conv_state = b.state.clone()
             expected = defined(stock(cell.variant, world, b), cell, world)
         except Exception as error:
-            records.append({**named, "cell": label, "tile": "stock", "problem": _text(error)})
+            records.append({**named, "cell": label, "tile": "stock", "problem": text_of(error)})
             continue
         for config in configs:
             problem = ""
@@ -229,7 +223,7 @@ def compare(task: Task) -> list[dict[str, Any]]:
                     found.append("the conv state was written")
                 problem = "; ".join(found)
             except Exception as error:
-                problem = _text(error)
+                problem = text_of(error)
             records.append({**named, "cell": label, "tile": rec.tile_name(config), "problem": problem})
     torch.cuda.empty_cache()
     return records
@@ -259,12 +253,13 @@ def repeat(task: Task) -> list[dict[str, Any]]:
                         tensor.fill_(math.nan)
             problem = f"{int(wrong)} of 1000 runs with other bits" if int(wrong) else ""
         except Exception as error:
-            problem = _text(error)
+            problem = text_of(error)
         records.append({**named, "cell": label, "tile": rec.tile_name(config), "problem": problem})
     return records
 
 
-def _text(error: Exception) -> str:
+def text_of(error: Exception) -> str:
+    """The end of an exception, for a record."""
     return "".join(traceback.format_exception_only(error))[-300:].strip()
 
 
@@ -303,7 +298,9 @@ def tasks_of(quick: bool, sources: str) -> list[tuple[Callable[[Task], list[dict
                 if not quick:
                     narrow = SHAPE._replace(num_k_heads=2, num_v_heads=4)
                     many += [Cell(SHAPE, 64), Cell(SHAPE, 128, padded=True), Cell(narrow, 128)]
-                tasks.append((compare, (sources, one, tuple(many), (*chosen(protocol, state), PORTABLE))))
+                tasks.append(
+                    (compare, (sources, one, tuple(many), (*rec.chosen(cv.CHOICES, protocol, state), PORTABLE)))
+                )
                 short = [Cell(SHAPE._replace(draft_tokens=6), 2, room=-2)] if protocol == "ring" else []
                 some = FEW if full else FEW[1:2]
                 tasks.append((compare, (sources, one, (*lengths[:4], *short), some)))
@@ -337,7 +334,7 @@ def run_tasks(tasks: Sequence[tuple[Callable[[Task], list[dict[str, Any]]], Task
         except Exception as error:
             one = futures[future][1]
             named = {"release": one.release, "protocol": one.protocol, "state": one.state}
-            records.append({**named, "cell": "process", "tile": "", "problem": _text(error)})
+            records.append({**named, "cell": "process", "tile": "", "problem": text_of(error)})
     for pool in pools:
         pool.shutdown()
     return records
@@ -362,11 +359,13 @@ def run_equality(quick: bool, sources: str, out: Path) -> int:
     return len(bad)
 
 
-def two_launches(stock: Stock, world: World, b: front.Buffers) -> torch.Tensor:
-    """The chosen conv and the chosen recurrence, the second one a programmatic dependent of the first."""
-    world = rec.behind(stock.chains.ours(SHAPE, b), world, b, None)
+def two_launches(stock: Stock, world: World, b: front.Buffers) -> dict[str, torch.Tensor]:
+    """The chosen conv and the chosen recurrence, the second one a programmatic dependent of the first; all results."""
+    results = stock.chains.ours(SHAPE, b)
+    world = rec.behind(results, world, b, None)
     inverse = rec.reciprocal(stock.release)
-    return rv.recurrent_verify(*rec.world_inputs(world), world.kept, reciprocal_norm=inverse, overlap=True)
+    output = rv.recurrent_verify(*rec.world_inputs(world), world.kept, reciprocal_norm=inverse, overlap=True)
+    return {**results, **rec.written(output, world)}
 
 
 def time_cell(stock: Stock, combination: Combination, N: int, configs: Iterable[Config]) -> list[dict[str, Any]]:
@@ -389,7 +388,7 @@ def time_cell(stock: Stock, combination: Combination, N: int, configs: Iterable[
         try:
             graphs[name] = front.graph_of(each)
         except Exception as error:
-            records.append({**named, "variant": name, "error": _text(error)})
+            records.append({**named, "variant": name, "error": text_of(error)})
             continue
         new = [size for key, size in rec.compiled_sizes(KERNELS).items() if key not in seen]
         sizes[name] = ", ".join(new)
@@ -423,7 +422,7 @@ def run_timing(quick: bool, sources: str, out: Path) -> int:
                 try:
                     records += time_cell(stock, Combination(release, protocol, state), N, SWEEP)
                 except Exception as error:
-                    print(f"timing {protocol} {state} N={N}: {_text(error)}")
+                    print(f"timing {protocol} {state} N={N}: {text_of(error)}")
                     bad += 1
                 torch.cuda.empty_cache()
             file.writelines(json.dumps({**record, **stamp}) + "\n" for record in records)

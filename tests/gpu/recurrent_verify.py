@@ -94,9 +94,9 @@ SWEEP: dict[tuple[str, str], tuple[Config, ...]] = {
 """What is timed and compared beside the configurations of the table."""
 
 
-def chosen(protocol: str, state: str) -> tuple[Config, ...]:
-    """The table's configurations."""
-    rows = [one for one in rv.CHOICES if (one.protocol, one.state_dtype) == (protocol, DTYPES[state])]
+def chosen(choices: tuple[rv.Choice, ...], protocol: str, state: str) -> tuple[Config, ...]:
+    """The configurations of a table."""
+    rows = [one for one in choices if (one.protocol, one.state_dtype) == (protocol, DTYPES[state])]
     return tuple(dict.fromkeys(one.config for one in rows))
 
 
@@ -453,7 +453,7 @@ def equality_tasks(quick: bool, sources: str) -> list[Work]:
     ]
     tasks: list[Work] = []
     for one in combinations:
-        tiles = (rv.PORTABLE, *chosen(one.protocol, one.state))
+        tiles = (rv.PORTABLE, *chosen(rv.CHOICES, one.protocol, one.state))
         for first in range(0, len(heads), 4):
             tasks.append((compare, (one, tuple(heads[first : first + 4]), tiles, sources)))
         short = [Case("ring too short", (6, 2, 6), room=-2)] if one.protocol == "ring" else []
@@ -628,7 +628,7 @@ def run_timing(quick: bool, sources: str, out: Path) -> None:
                 for N in sizes:
                     try:
                         # The portable one has stock's speed, measured once; it would be compiled for nothing.
-                        tiles = tuple(dict.fromkeys((*chosen(protocol, state), *SWEEP[protocol, state])))
+                        tiles = tuple(dict.fromkeys((*chosen(rv.CHOICES, protocol, state), *SWEEP[protocol, state])))
                         for record in time_cell(protocol, state, N, stocks, 20 if quick else 50, tiles):
                             records.append(record)
                             file.write(json.dumps({**record, **stamp}) + "\n")
