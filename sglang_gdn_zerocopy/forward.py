@@ -29,7 +29,7 @@ from sglang_gdn_zerocopy.records import Decision, ModelSite, Release, Route
 from sglang_gdn_zerocopy.routing.manager import RouteManager
 from sglang_gdn_zerocopy.self_test.conv import ConvShape, conv_shape
 from sglang_gdn_zerocopy.shadow import Shadow, Touched
-from sglang_gdn_zerocopy.upstream import adapter, patching
+from sglang_gdn_zerocopy.upstream import adapter, origin, patching
 from sglang_gdn_zerocopy.upstream.probe import FORWARD
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
@@ -80,7 +80,7 @@ class Overlay:
         self._bundled = Bundled(ledger, self_test, stock_conv, release.reciprocal_norm)
         self._path: adapter.StockPath | None = None
         self._backend_class = getattr(module, BACKEND_CLASS)
-        self._package = patching.package_folder(module)
+        self._package = origin.package_folder(module)
         self._nobody_else = (
             patching.Outermost(self._backend_class, FORWARD, self._package),
             patching.Outermost(module, CONV_FUNCTION, self._package),
@@ -227,7 +227,7 @@ class Overlay:
 
     def _is_others(self, stage: str, wrapped: Any) -> bool:
         """Whether others were at a function of stock's before us: what they made of it is not ours to replace."""
-        if patching.is_stocks(wrapped, self._package):
+        if origin.is_stocks(wrapped, self._package):
             return False
         code = getattr(wrapped, "__code__", None)
         place = code.co_filename if code is not None else type(wrapped).__name__

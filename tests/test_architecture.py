@@ -27,8 +27,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "upstream.fingerprint": (set(), set()),
     "upstream.releases": ({"records"}, set()),
     "upstream.probe": ({"records", "upstream.fingerprint", "upstream.releases"}, {"packaging"}),
-    "upstream.patching": (set(), {"wrapt"}),
-    "upstream.adapter": ({"records", "upstream.releases"}, {"torch"}),
+    "upstream.origin": (set(), set()),
+    "upstream.patching": ({"upstream.origin"}, {"wrapt"}),
+    "upstream.adapter": ({"records", "upstream.origin", "upstream.releases"}, {"torch"}),
     "bits": (set(), {"torch"}),
     "forward": (
         {"records", "ledger", "upstream", "routing", "kernels", "self_test.conv", "bundled", "calls", "shadow"},

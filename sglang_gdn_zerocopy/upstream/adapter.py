@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from sglang_gdn_zerocopy.records import CallShape, Consumer, Decision, Protocol, Release, Route
+from sglang_gdn_zerocopy.upstream.origin import is_stocks
 from sglang_gdn_zerocopy.upstream.releases import (
     BACKEND_CLASS,
     CACHE_RESULTS,
@@ -282,10 +283,9 @@ def _own_functions(module_name: str, class_name: str, names: tuple[str, ...]) ->
     module = sys.modules[module_name]
     kind = getattr(module, class_name)
     functions = {name: vars(kind).get(name) for name in names}
-    for function in functions.values():
-        # A wrapper by wrapt says that it is a function, with the code of what it wraps.
-        if type(function) is not FunctionType or function.__code__.co_filename != module.__file__:
-            return kind, {}
+    file = module.__file__
+    if file is None or not all(is_stocks(function, file) for function in functions.values()):
+        return kind, {}
     return kind, functions
 
 

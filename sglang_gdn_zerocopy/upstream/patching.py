@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 
 import wrapt
+
+from sglang_gdn_zerocopy.upstream.origin import is_stocks
 
 # wrapt keeps attributes of this prefix on the wrapper itself.
 _MARKER = "_self_gdn_zerocopy"
@@ -95,22 +95,6 @@ def _markers(value: Any) -> list[Patch]:
 def is_patched(owner: Any, name: str) -> bool:
     """Whether a wrapper of ours is anywhere in the chain of ``owner``'s own attribute."""
     return bool(_markers(vars(owner).get(name)))
-
-
-def package_folder(module: ModuleType) -> str:
-    """Where ``module``'s top-level package was loaded from, as the code of its functions names it, with a separator
-    behind it."""
-    folder = module.__file__ or ""
-    for _ in range(module.__name__.count(".")):
-        folder = os.path.dirname(folder)
-    return folder + os.sep
-
-
-def is_stocks(value: Any, package: str) -> bool:
-    """Whether ``value`` is a function that wraps no other, of a file in ``package``, as SGLang's own are."""
-    if type(value) is not FunctionType or hasattr(value, "__wrapped__"):
-        return False
-    return value.__code__.co_filename.startswith(package)
 
 
 class Outermost:

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import os
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -129,11 +128,6 @@ def test_a_replacement_is_reported_as_lost() -> None:
     assert not patching.is_patched(backend, "forward")
     assert applied.undo() != ()
     assert backend().forward(1) == "replaced"
-
-
-def test_the_folder_of_a_package() -> None:
-    assert patching.package_folder(sys.modules[__name__]) == HERE
-    assert patching.package_folder(patching) == patching.__file__[: -len("upstream/patching.py")]
 
 
 def test_outermost_is_ours_around_a_function_of_the_package_and_nothing_else() -> None:
