@@ -1,6 +1,6 @@
 """On an H200: is the recurrent verify equal to stock, and how long does it take?
 
-    python tests/gpu/recurrent_verify.py --sources DIR --out DIR [--quick] [--only equality|timing]
+    python -m tests.gpu.recurrent_verify --sources DIR --out DIR [--quick] [--only equality|timing]
 
 ``--sources`` holds ``<release>/sglang/...`` trees of stock releases; torch, Triton and packaging are all else that is
 needed. Prints a line for every case whose bits differ and tables of times, and writes ``equality.jsonl`` and
@@ -27,17 +27,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+import torch
+import triton
+from packaging.version import Version
 
-# Below the line that finds them when this runs as a script.
-import torch  # noqa: E402
-import triton  # noqa: E402
-from packaging.version import Version  # noqa: E402
-
-from sglang_gdn_zerocopy.kernels import recurrent_verify as rv  # noqa: E402
-from sglang_gdn_zerocopy.kernels.recurrent_verify import Config  # noqa: E402
+from sglang_gdn_zerocopy.kernels import recurrent_verify as rv
+from sglang_gdn_zerocopy.kernels.recurrent_verify import Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ACTIVATION = torch.bfloat16 if DEVICE == "cuda" else torch.float16
