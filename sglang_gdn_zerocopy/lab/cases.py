@@ -8,9 +8,19 @@ from sglang_gdn_zerocopy.records import Protocol
 
 # The draft tree of tree cases by parent index of each draft token; -1 is the root.
 TREE_PARENTS = (-1, 0, 0, 1)
-# Requests of a case with a large batch, on the CPU and on a GPU.
+# Requests of a case with a large batch on the CPU.
 MANY = 9
-MANY_ON_GPU = (8, 17, 32, 64, 128)
+# What stands for it on a GPU: requests, draft tokens, key heads, value heads. Qwen3.5-4B has 16 and 32.
+MANY_ON_GPU = (
+    (8, 8, 16, 32),
+    (17, 3, 8, 24),
+    (32, 5, 4, 16),
+    (64, 4, 16, 32),
+    (64, 6, 8, 8),
+    (128, 1, 16, 32),
+    (128, 2, 16, 32),
+    (128, 7, 2, 4),
+)
 
 
 @dataclass(frozen=True)
@@ -138,24 +148,29 @@ def cases_for(
 
 
 def on_gpu(case: Case) -> tuple[Case, ...]:
-    """The same case with bfloat16 activations and real model width, with both state dtypes of production.
+    """The same case with bfloat16 activations, four times as many heads and both state dtypes of production.
 
-    A case with many requests is run with several numbers of them, as wide as Qwen3.5-4B, others a quarter of that.
+    For a case with many requests there are several, see ``MANY_ON_GPU``, with a ring as long as the draft.
     """
+    if case.num_requests == MANY:
+        variants = [
+            replace(
+                case,
+                name=f"{case.name}: {requests} of {draft_tokens} tokens, {key_heads} and {value_heads} heads",
+                slots=_scattered(requests),
+                draft_tokens=draft_tokens,
+                ring_steps=draft_tokens,
+                num_k_heads=key_heads,
+                num_v_heads=value_heads,
+            )
+            for requests, draft_tokens, key_heads, value_heads in MANY_ON_GPU
+        ]
+    else:
+        variants = [replace(case, num_k_heads=case.num_k_heads * 4, num_v_heads=case.num_v_heads * 4)]
     activations = "bfloat16" if case.activation_dtype == "float16" else case.activation_dtype
     states = ("float32", "bfloat16") if case.state_dtype == "float32" else ("bfloat16",)
-    many = case.num_requests == MANY
-    batches = [(f"{case.name}: {n}", _scattered(n), 16) for n in MANY_ON_GPU] if many else [(case.name, case.slots, 4)]
     return tuple(
-        replace(
-            case,
-            name=f"{name} [state {state}]",
-            slots=slots,
-            num_k_heads=case.num_k_heads * width,
-            num_v_heads=case.num_v_heads * width,
-            activation_dtype=activations,
-            state_dtype=state,
-        )
-        for name, slots, width in batches
+        replace(variant, name=f"{variant.name} [state {state}]", activation_dtype=activations, state_dtype=state)
+        for variant in variants
         for state in states
     )

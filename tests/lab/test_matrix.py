@@ -129,7 +129,10 @@ def test_the_cases_cover_what_they_promise() -> None:
     for protocol in (Protocol.SNAPSHOTS, Protocol.FOLD_RING):
         busy = [variant for variant in wide if variant.protocol is protocol and variant.num_requests >= 8]
         assert {variant.num_requests for variant in busy} == {8, 17, 32, 64, 128}
-        assert {(variant.num_k_heads, variant.num_v_heads) for variant in busy} == {(16, 32)}
+        assert {variant.num_requests for variant in busy if variant.num_v_heads == 32} == {8, 64, 128}
+        assert {variant.num_v_heads // variant.num_k_heads for variant in busy} == {1, 2, 3, 4}
+        assert {variant.draft_tokens for variant in busy} == set(range(1, 9))
+        assert all(variant.ring_steps >= variant.draft_tokens for variant in busy)
         assert all(sorted(variant.slots) == list(range(variant.num_requests)) for variant in busy)
 
 
