@@ -21,9 +21,9 @@ from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Protocol
 from sglang_gdn_zerocopy.settings import child_environment
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
+from tests.conftest import ROOT
 from tests.lab.overwritten import NAMES
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAIN = Case("chain", num_v_heads=1, draft_tokens=2, slots=(1, 4))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from sglang_gdn_zerocopy.lab.matrix import ReleaseRun, judge, run_release
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.lab.world import build_world
 from sglang_gdn_zerocopy.records import Protocol
+from sglang_gdn_zerocopy.settings import child_environment
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
+from tests.conftest import ROOT
+from tests.lab.self_tested import NAMES
 
 
 def tree(folder: Path, version: str) -> StockTree:
@@ -33,8 +38,14 @@ def run_cases(stock_tree: Callable[[str], Path], version: str) -> ReleaseRun:
     return run
 
 
+# A self-test compares what the matrix compares once more, in front of each case. These releases, one of each kind, have
+# it there; of the others test_self_tests_of_a_release runs some cases with it.
+SELF_TESTED = {"0.5.13.post1", "0.5.17", "0.5.20", "0.5.22", "0.5.23"}
+
+
 @pytest.mark.parametrize("version", RELEASES)
-def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
+def test_release(stock_tree: Callable[[str], Path], version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_GDN_ZEROCOPY_SELFTEST", str(int(version in SELF_TESTED)))
     run = run_cases(stock_tree, version)
     release = RELEASES[version]
     assert run.verdict == "supported"
@@ -55,6 +66,21 @@ def test_release(stock_tree: Callable[[str], Path], version: str) -> None:
     # What was compared is the wheel's own: nothing from the model's projection to the recurrence was stood in for.
     compared = ("gdn_backend", "gdn_triton", "conv1d_triton", "fused_proj", "gating_recurrent", "models.qwen3_5")
     assert not [name for name in run.stand_ins if name.endswith(compared)]
+
+
+@pytest.mark.parametrize("version", [version for version in RELEASES if version not in SELF_TESTED])
+def test_self_tests_of_a_release(stock_tree: Callable[[str], Path], version: str) -> None:
+    command = [sys.executable, "-m", "tests.lab.self_tested", str(stock_tree(version)), version]
+    environment = child_environment(TRITON_INTERPRET="1", SGLANG_GDN_ZEROCOPY="1")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    *lines, last = [json.loads(line) for line in done.stdout.splitlines()]
+    protocols = RELEASES[version].protocols
+    assert {line["case"] for line in lines} == {c.name for c in CASES if c.name in NAMES and c.protocol in protocols}
+    assert [line for line in lines if not line["equal"]] == []
+    told = {row["reason"] for row in last["counts"] if row["stage"] == "self-test"}
+    assert told == {f"{kernel} kernel equals stock's" for kernel in ("conv", "recurrence", "one-launch")}
+    assert [row for row in last["counts"] if row["stage"] == "declined"] == []
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.23"])
