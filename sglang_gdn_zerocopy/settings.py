@@ -16,7 +16,7 @@ def _parse_switch(text: str) -> bool:
     word = text.strip().lower()
     if word in {"1", "true", "yes", "on"}:
         return True
-    if word in {"", "0", "false", "no", "off"}:
+    if word in {"0", "false", "no", "off"}:
         return False
     raise ValueError("use 1 or 0")
 
@@ -52,11 +52,14 @@ class Setting:
     help: str
 
     def read(self, environ: Mapping[str, str] | None = None) -> Any:
-        """The parsed value from ``environ`` (default: this process's). Raises :class:`SettingError`."""
+        """The parsed value from ``environ`` (default: this process's). Raises :class:`SettingError`.
+
+        An empty variable is as good as none, so that an empty line in somebody's configuration switches nothing.
+        """
         source = os.environ if environ is None else environ
-        text = source.get(self.name, self.default)
+        text = source.get(self.name, "")
         try:
-            return self.parse(text)
+            return self.parse(text if text.strip() else self.default)
         except ValueError as error:
             raise SettingError(f"{self.name}={text!r} is not understood: {error}") from None
 

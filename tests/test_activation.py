@@ -98,6 +98,16 @@ def test_a_stale_or_foreign_sglang_starts_normally(
     assert "Traceback" not in done.stderr
 
 
+def test_a_declined_build_stays_declined_when_asked_again(python: Python, tmp_path: Path) -> None:
+    code = IMPORT.replace("print(json.dumps(", "print(sglang_gdn_zerocopy.activate())\nprint(json.dumps(")
+    done = python(code, str(fake_sglang(tmp_path / "site", "ANSWER = 42")), SGLANG_GDN_ZEROCOPY="1")
+    switched_on, status, _ = done.stdout.splitlines()
+    assert switched_on == "True"
+    assert json.loads(status)["state"] == "declined"
+    assert "SGLang 0.5.99 is not among" in json.loads(status)["reason"]
+    assert done.stderr.count("GDN zero-copy declined") == 1
+
+
 def test_an_override_without_the_names_that_we_need_is_still_declined(python: Python, tmp_path: Path) -> None:
     site = fake_sglang(tmp_path / "site", "ANSWER = 42\ndef is_cuda(): return True")
     done = python(IMPORT, str(site), SGLANG_GDN_ZEROCOPY="1", SGLANG_GDN_ZEROCOPY_UNVERIFIED="1")

@@ -64,10 +64,40 @@ def test_a_stream_of_new_reasons_does_not_grow_the_process(log: pytest.LogCaptur
     assert sum(ledger.counts.values()) == 10_000
 
 
+def test_a_full_ledger_still_counts_what_it_knows() -> None:
+    ledger = Ledger()
+    for number in range(Ledger._LIMIT + 1):
+        ledger.count("stage", str(number))
+    ledger.count("stage", "0")
+    assert ledger.counts["stage", "0"] == 2
+
+
+class Counting:
+    """A reporter that counts what it is told."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def pulse(self) -> None:
+        """Not asked for here."""
+
+
+def test_the_reporter_hears_of_what_is_new() -> None:
+    ledger = Ledger()
+    ledger.reporter = reporter = Counting()
+    for reason in ("one", "one", "another", "one"):
+        ledger.count("stage", reason)
+    assert reporter.changes == 2
+
+
 def test_reset_starts_from_zero(log: pytest.LogCaptureFixture) -> None:
     ledger = Ledger()
-    ledger.installed("once")
-    ledger.reset()
-    assert ledger.as_rows() == []
-    ledger.installed("once")
-    assert len(log.messages) == 2
+    for _ in range(2):
+        ledger.installed("once")
+        ledger.decided(Protocol.SNAPSHOTS, VIEWS)
+        ledger.reset()
+        assert ledger.as_rows() == []
+    assert len(log.messages) == 4

@@ -88,6 +88,27 @@ backend.forward_extend = lambda self, *args, **kwargs: None
 assert status()["lost"] == ["GDNAttnBackend.forward_extend"]
 """
 
+HALF_IMPORTED = """
+import importlib, pathlib, sys, types
+from sglang_gdn_zerocopy.lab.loader import mount
+mount(pathlib.Path(sys.argv[1]))
+from sglang_gdn_zerocopy import activate, status
+from sglang_gdn_zerocopy.upstream import patching
+from sglang_gdn_zerocopy.upstream.releases import MODELS
+activate()
+for site in MODELS:
+    # What a module is while its import runs, which may be what imports the backend.
+    sys.modules[site.module] = types.ModuleType(site.module)
+importlib.import_module("sglang.srt.layers.attention.linear.gdn_backend")
+assert status()["state"] == "installed"
+for site in MODELS:
+    del sys.modules[site.module]
+    model = importlib.import_module(site.module)
+    assert patching.is_patched(model, site.unpack_function)
+    assert patching.is_patched(getattr(model, site.layer_class), "forward")
+print([row for row in status()["counts"] if row["stage"] == "declined"])
+"""
+
 
 def test_every_order(python: Python, stock_tree: Callable[[str], Path]) -> None:
     done = python(ORDERS, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
@@ -97,3 +118,8 @@ def test_every_order(python: Python, stock_tree: Callable[[str], Path]) -> None:
 def test_a_foreign_wrapper_over_ours(python: Python, stock_tree: Callable[[str], Path]) -> None:
     done = python(COVERED, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
     assert done.stderr.count("switched off but left in place") == 1
+
+
+def test_a_model_that_imports_the_backend(python: Python, stock_tree: Callable[[str], Path]) -> None:
+    done = python(HALF_IMPORTED, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
+    assert done.stdout.strip() == "[]"

@@ -31,7 +31,7 @@ def test_child_environment_leaves_ours_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1", "all"), ("yes", "all"), (" Conv ", "conv"), ("0", "none"), ("off", "none"), ("", "none")]
+    ("text", "value"), [("1", "all"), ("yes", "all"), (" Conv ", "conv"), ("0", "none"), ("off", "none")]
 )
 def test_the_bundled_kernels_in_three_steps(text: str, value: str) -> None:
     assert settings.KERNELS.read({settings.KERNELS.name: text}) == value
@@ -42,3 +42,23 @@ def test_an_unknown_choice_of_kernels_names_the_remedy() -> None:
         settings.SettingError, match="SGLANG_GDN_ZEROCOPY_KERNELS='most' is not understood: use 1, conv or 0"
     ):
         settings.KERNELS.read({settings.KERNELS.name: "most"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), (" 8 ", 8), ("1000", 1000)])
+def test_a_count(text: str, value: int) -> None:
+    assert settings.SHADOW.read({settings.SHADOW.name: text}) == value
+
+
+@pytest.mark.parametrize("text", ["-1", "1_000", "2.5", "often"])
+def test_no_count_names_the_remedy(text: str) -> None:
+    with pytest.raises(
+        settings.SettingError,
+        match=f"SGLANG_GDN_ZEROCOPY_SHADOW='{text}' is not understood: use a whole number, 0 for never",
+    ):
+        settings.SHADOW.read({settings.SHADOW.name: text})
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("setting", [*settings.SETTINGS, settings.RANK], ids=lambda setting: setting.name)
+def test_an_empty_variable_is_as_good_as_none(setting: settings.Setting, text: str) -> None:
+    assert setting.read({setting.name: text}) == setting.read({})

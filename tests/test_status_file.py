@@ -156,9 +156,12 @@ def test_rank_comes_from_torch_then_from_the_launcher(tmp_path: Path, monkeypatc
     file = StatusFile(str(tmp_path), facts)
     file.changed()
     assert (read(tmp_path)["rank"], read(tmp_path)["world_size"], read(tmp_path)["gpu"]) == (3, 4, None)
+    for question in ("is_available", "is_initialized"):
+        with monkeypatch.context() as one_no:
+            one_no.setattr(distributed, question, lambda: False)
+            file.changed()
+            assert (read(tmp_path)["rank"], read(tmp_path)["world_size"]) == (None, None)
     monkeypatch.setattr(distributed, "is_initialized", lambda: False)
-    file.changed()
-    assert (read(tmp_path)["rank"], read(tmp_path)["world_size"]) == (None, None)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     file.changed()
