@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # Each order runs in a fork of a process that has torch and Triton but not the backend.
@@ -88,6 +90,22 @@ backend.forward_extend = lambda self, *args, **kwargs: None
 assert status()["lost"] == ["GDNAttnBackend.forward_extend"]
 """
 
+MODELS_FIRST = """
+import importlib, pathlib, sys
+from sglang_gdn_zerocopy.lab.loader import mount
+mount(pathlib.Path(sys.argv[1]))
+from sglang_gdn_zerocopy import activate, status
+from sglang_gdn_zerocopy.upstream import patching
+from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
+activate()
+models = [(importlib.import_module(site.module), site) for site in MODELS]
+assert BACKEND_MODULE not in sys.modules and status()["state"] == "waiting"
+assert not any(patching.is_patched(model, site.unpack_function) for model, site in models)
+importlib.import_module(BACKEND_MODULE)
+assert all(patching.is_patched(model, site.unpack_function) for model, site in models)
+print([row for row in status()["counts"] if row["stage"] == "declined"])
+"""
+
 HALF_IMPORTED = """
 import importlib, pathlib, sys, types
 from sglang_gdn_zerocopy.lab.loader import mount
@@ -120,6 +138,7 @@ def test_a_foreign_wrapper_over_ours(python: Python, stock_tree: Callable[[str],
     assert done.stderr.count("switched off but left in place") == 1
 
 
-def test_a_model_that_imports_the_backend(python: Python, stock_tree: Callable[[str], Path]) -> None:
-    done = python(HALF_IMPORTED, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
+@pytest.mark.parametrize("order", [MODELS_FIRST, HALF_IMPORTED], ids=["models first", "a model imports the backend"])
+def test_a_model_before_the_backend(python: Python, stock_tree: Callable[[str], Path], order: str) -> None:
+    done = python(order, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
     assert done.stdout.strip() == "[]"
