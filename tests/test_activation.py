@@ -108,6 +108,14 @@ def test_a_declined_build_stays_declined_when_asked_again(python: Python, tmp_pa
     assert done.stderr.count("GDN zero-copy declined") == 1
 
 
+def test_a_declined_build_is_switched_off(python: Python, tmp_path: Path) -> None:
+    code = IMPORT.replace("print(json.dumps(", "print(sglang_gdn_zerocopy.deactivate())\nprint(json.dumps(")
+    done = python(code, str(fake_sglang(tmp_path / "site", "ANSWER = 42")), SGLANG_GDN_ZEROCOPY="1")
+    covered, status, _ = done.stdout.splitlines()
+    assert covered == "()"
+    assert (json.loads(status)["state"], json.loads(status)["reason"]) == ("off", "deactivate() was called")
+
+
 def test_an_override_without_the_names_that_we_need_is_still_declined(python: Python, tmp_path: Path) -> None:
     site = fake_sglang(tmp_path / "site", "ANSWER = 42\ndef is_cuda(): return True")
     done = python(IMPORT, str(site), SGLANG_GDN_ZEROCOPY="1", SGLANG_GDN_ZEROCOPY_UNVERIFIED="1")

@@ -359,3 +359,18 @@ def test_only_rows_that_stock_defines_are_compared(
     touched = Touched({"rows": torch.zeros(4, 4)}, torch.zeros(2, 1), none, none, none, *indices)
     shadow.run(0, {}, touched, {}, lambda: mine, lambda: torch.zeros(1, 4, 1, 8))
     assert bool(gave_up) is found
+
+
+@pytest.mark.parametrize(
+    "mine", [torch.zeros(2, 1, 4), torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 4, dtype=torch.half)]
+)
+def test_an_output_of_another_kind_differs(mine: torch.Tensor) -> None:
+    """Also where its elements, spread over stock's shape, are all the same."""
+    gave_up: list[str] = []
+    shadow = Shadow(1, "", Ledger(), gave_up.append)
+    none: dict[str, torch.Tensor] = {}
+    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
+    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), none, none, none, *indices)
+    shadow.run(0, {}, touched, {}, lambda: mine, lambda: torch.zeros(1, 2, 1, 4))
+    assert len(gave_up) == 1
+    assert gave_up[0].startswith("shadow mode found output of layer 0")
