@@ -129,22 +129,41 @@ def test_nothing_to_do_is_no_refusal(
     assert (status["state"], status["counts"][0]["count"]) == (state, 1)
 
 
-def test_edited_kernels_stop_the_start_that_would_go_on_with_views(stock_tree: Callable[[str], Path]) -> None:
-    code = MOUNTED.replace("CHANGES", "{}").replace(
+def edited(holds: str) -> str:
+    """A stock build of whose fingerprints those in the table that has the file ``holds`` show a change."""
+    return MOUNTED.replace("CHANGES", "{}").replace(
         "import sglang_gdn_zerocopy\n",
         "import sglang_gdn_zerocopy\n"
         "from sglang_gdn_zerocopy.upstream import probe\n"
         "real = probe.differing_bodies\n"
         "edited = lambda package, table: real(package, table) or "
-        "(('causal_conv1d_update in a.py',) if 'srt/models/qwen3_5.py' in table else ())\n"
+        f"(('body in a.py',) if {holds!r} in table else ())\n"
         "probe.differing_bodies = edited\n",
     )
-    tree = str(stock_tree("0.5.17"))
+
+
+@pytest.mark.parametrize(("release", "otherwise"), [("0.5.17", "installed"), ("0.5.22", "built in")])
+def test_edited_kernels_stop_the_start_that_would_go_on_without_them(
+    stock_tree: Callable[[str], Path], release: str, otherwise: str
+) -> None:
+    code, tree = edited("srt/models/qwen3_5.py"), str(stock_tree(release))
     done = run(code, tree, **STRICT)
     assert done.returncode == 1
-    assert "STRICT=1 and no bundled kernel: causal_conv1d_update in a.py differs" in done.stderr
+    assert "no bundled kernel: body in a.py differs from the released one" in done.stderr.splitlines()[-1]
     done = run(code, tree, SGLANG_GDN_ZEROCOPY="1")
-    assert json.loads(done.stdout)["state"] == "installed"
+    status = json.loads(done.stdout)
+    assert status["state"] == otherwise
+    said = " ".join(row["reason"] for row in status["counts"])
+    assert "no bundled kernel: body in a.py differs from the released one" in said
+    assert "after their self-test" not in said
+
+
+def test_a_build_that_the_user_allows_is_no_refusal(stock_tree: Callable[[str], Path]) -> None:
+    code = edited("srt/layers/attention/linear/gdn_backend.py")
+    done = run(code, str(stock_tree("0.5.17")), **STRICT, SGLANG_GDN_ZEROCOPY_UNVERIFIED="1")
+    assert done.returncode == 0, done.stderr
+    status = json.loads(done.stdout)
+    assert (status["state"], status["bundled_kernels"]) == ("installed", False)
 
 
 SPAWN = f"""
