@@ -132,11 +132,16 @@ class Overlay:
     def forward_extend(self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decide, then run upstream's body with or without a plan, on identical objects."""
         # Under torch.compile's tracer nothing of ours may run: no lookups, no counting, no logging.
-        if not self.live or _is_compiling():
+        if _is_compiling():
             return wrapped(*args, **kwargs)
-        self._ledger.pulse()
         call = _LAYER_CALL.get()
         put_off = call.put_off if call is not None else None
+        if not self.live:
+            # Another thread may have switched it off since this layer's unpack was put off.
+            if put_off is not None:
+                put_off.write()
+            return wrapped(*args, **kwargs)
+        self._ledger.pulse()
         plan = self._plan(instance, args, kwargs, put_off)
         if put_off is not None and (plan is None or plan.put_off is not put_off):
             put_off.write()
@@ -176,6 +181,11 @@ class Overlay:
                 touched = Touched(rows, *buffers)
         except Exception as error:
             self._ledger.failed("shadow", error)
+        if not self.live:
+            # An earlier call's comparison was read just now, and differed.
+            if put_off is not None:
+                put_off.write()
+            return wrapped(*args, **kwargs)
         if touched is None:
             return self._planned(plan, wrapped, args, kwargs)
 

@@ -17,8 +17,10 @@ import sglang_gdn_zerocopy
 from sglang_gdn_zerocopy import activation, bundled
 from sglang_gdn_zerocopy.bits import same_bits
 from sglang_gdn_zerocopy.calls import Origin, PutOff
+from sglang_gdn_zerocopy.forward import Overlay
 from sglang_gdn_zerocopy.kernels.conv_update import Tile, conv_update
 from sglang_gdn_zerocopy.lab.cases import Case, on_gpu
+from sglang_gdn_zerocopy.lab.comparison import poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import CallShape, Decision, Protocol, Route
@@ -267,6 +269,24 @@ def test_a_route_that_changes_in_between_is_filled_first(harness: Harness, monke
     # For the objects that it was decided for it would not be asked again.
     monkeypatch.setattr(PutOff, "is_for", lambda *args: False)
     twin = Twin(harness, LAYER)
+    assert twin.launches == 3
+    assert twin.equals_stock()
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("case", [LAYER, NEXT], ids=lambda case: case.name)
+def test_switched_off_while_an_unpack_is_put_off(harness: Harness, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """By another thread, say: the backend's call finds the overlay off, and packed QKV as nobody has written it."""
+    real = Overlay._put_off
+
+    def switched_off_behind(self: Overlay, *args: Any) -> Any:
+        put_off = real(self, *args)
+        self.live = False
+        return put_off
+
+    monkeypatch.setattr(Overlay, "_put_off", switched_off_behind)
+    with poisoned_memory():
+        twin = Twin(harness, case)
     assert twin.launches == 3
     assert twin.equals_stock()
 

@@ -277,55 +277,65 @@ class _Event:
         self.waited = self.finished = True
 
 
-class _OnADevice:
-    """Shadow mode whose comparisons are done when their events say so."""
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
+    """Comparisons are done when these say so, one a comparison."""
+    made: list[_Event] = []
+    real = Shadow._enqueue
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gave_up: list[str] = []
-        self.events: list[_Event] = []
-        self.shadow = Shadow(1, "", Ledger(), self.gave_up.append)
-        real = Shadow._enqueue
+    def enqueue(shadow: Shadow, entry: Any) -> None:
+        real(shadow, entry)
+        if entry.done is not None:
+            entry.done.synchronize()
+        entry.done = _Event()
+        made.append(entry.done)
 
-        def enqueue(shadow: Shadow, entry: Any) -> None:
-            real(shadow, entry)
-            entry.done = _Event()
-            self.events.append(entry.done)
-
-        monkeypatch.setattr(Shadow, "_enqueue", enqueue)
-
-    def due(self) -> bool:
-        return self.shadow.due(0, torch.device("cpu"))
-
-    def call(self, wrong: float) -> None:
-        empty: dict[str, torch.Tensor] = {}
-        indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
-        touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), empty, empty, empty, *indices)
-        assert self.due()
-        self.shadow.run(0, {}, touched, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
+    monkeypatch.setattr(Shadow, "_enqueue", enqueue)
+    return made
 
 
-def test_comparisons_are_read_when_the_device_is_done_and_only_a_few_are_outstanding(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = _OnADevice(monkeypatch)
-    device.call(1)
-    device.call(0)
-    assert device.gave_up == []
-    assert not any(event.waited for event in device.events)
-    device.call(0)
+def test_comparisons_are_read_when_the_device_is_done_and_only_a_few_are_outstanding(events: list[_Event]) -> None:
+    gave_up: list[str] = []
+    shadow = Shadow(1, "", Ledger(), gave_up.append)
+    empty: dict[str, torch.Tensor] = {}
+    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
+    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), empty, empty, empty, *indices)
+
+    def call(wrong: float) -> None:
+        assert shadow.due(0, torch.device("cpu"))
+        shadow.run(0, {}, touched, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
+
+    call(1)
+    call(0)
+    assert gave_up == []
+    assert not any(event.waited for event in events)
+    call(0)
     # A third one: the oldest is waited for, and it is the one that differs.
-    assert [event.waited for event in device.events] == [True, False, False]
-    assert len(device.gave_up) == 1
-    assert not device.due()
+    assert [event.waited for event in events] == [True, False, False]
+    assert len(gave_up) == 1
+    assert not shadow.due(0, torch.device("cpu"))
 
 
-def test_a_difference_that_is_read_before_a_call_leaves_the_call_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = _OnADevice(monkeypatch)
-    device.call(1)
-    device.events[0].finished = True
-    assert device.gave_up == []
-    assert not device.due()
-    assert len(device.gave_up) == 1
+@pytest.mark.parametrize("case", [LAYER, FOLD, NEXT, PACKED], ids=lambda case: case.name)
+def test_a_difference_that_is_read_before_a_call_leaves_that_call_to_stock(
+    harness: Harness, shadowed: Switch, monkeypatch: pytest.MonkeyPatch, events: list[_Event], case: Case
+) -> None:
+    shadowed(2)
+
+    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = recurrent_verify(*args, **kwargs)
+        output.view(-1)[-1:] += 1
+        return output
+
+    monkeypatch.setattr(bundled, "recurrent_verify", wrong)
+    world = world_of(case)
+    outputs = [harness.verify(world)]
+    assert sglang_gdn_zerocopy.status()["state"] == "installed"
+    events[0].finished = True
+    outputs.append(harness.verify(world))
+    assert sglang_gdn_zerocopy.status()["state"] == "fell back"
+    assert compared() == len(events) == 1
+    assert_stocks(harness, case, world, outputs)
 
 
 def test_nothing_is_shadowed_nor_read_under_graph_capture(monkeypatch: pytest.MonkeyPatch) -> None:
