@@ -294,26 +294,40 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
     return made
 
 
-def test_comparisons_are_read_when_the_device_is_done_and_only_a_few_are_outstanding(events: list[_Event]) -> None:
-    gave_up: list[str] = []
-    shadow = Shadow(1, "", Ledger(), gave_up.append)
+def one_call(shadow: Shadow, wrong: float) -> None:
+    """A call of one layer whose output is ``wrong`` where stock's is 0."""
     empty: dict[str, torch.Tensor] = {}
     indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
     touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), empty, empty, empty, *indices)
+    assert shadow.due(0, torch.device("cpu"))
+    shadow.run(0, {}, touched, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
 
-    def call(wrong: float) -> None:
-        assert shadow.due(0, torch.device("cpu"))
-        shadow.run(0, {}, touched, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
 
-    call(1)
-    call(0)
+def test_comparisons_are_read_when_the_device_is_done_and_only_a_few_are_outstanding(events: list[_Event]) -> None:
+    gave_up: list[str] = []
+    shadow = Shadow(1, "", Ledger(), gave_up.append)
+    one_call(shadow, 1)
+    one_call(shadow, 0)
     assert gave_up == []
     assert not any(event.waited for event in events)
-    call(0)
+    one_call(shadow, 0)
     # A third one: the oldest is waited for, and it is the one that differs.
     assert [event.waited for event in events] == [True, False, False]
     assert len(gave_up) == 1
     assert not shadow.due(0, torch.device("cpu"))
+
+
+def test_two_differences_are_counted_and_the_first_one_is_told(events: list[_Event]) -> None:
+    gave_up: list[str] = []
+    ledger = Ledger()
+    shadow = Shadow(1, "", ledger, gave_up.append)
+    one_call(shadow, 1)
+    one_call(shadow, 2)
+    for event in events:
+        event.finished = True
+    assert not shadow.due(0, torch.device("cpu"))
+    assert ledger.counts["shadow", "differs from stock: output"] == 2
+    assert len(gave_up) == 1
 
 
 @pytest.mark.parametrize("case", [LAYER, FOLD, NEXT, PACKED], ids=lambda case: case.name)
