@@ -136,13 +136,8 @@ class Overlay:
             return wrapped(*args, **kwargs)
         call = _LAYER_CALL.get()
         put_off = call.put_off if call is not None else None
-        if not self.live:
-            # Another thread may have switched it off since this layer's unpack was put off.
-            if put_off is not None:
-                put_off.write()
-            return wrapped(*args, **kwargs)
-        self._ledger.pulse()
-        plan = self._plan(instance, args, kwargs, put_off)
+        # Another thread may have switched it off since this layer's unpack was put off.
+        plan = self._plan(instance, args, kwargs, put_off) if self.live else None
         if put_off is not None and (plan is None or plan.put_off is not put_off):
             put_off.write()
         if plan is None:
@@ -181,18 +176,17 @@ class Overlay:
                 touched = Touched(rows, *buffers)
         except Exception as error:
             self._ledger.failed("shadow", error)
-        if not self.live:
-            # An earlier call's comparison was read just now, and differed.
-            if put_off is not None:
-                put_off.write()
-            return wrapped(*args, **kwargs)
-        if touched is None:
-            return self._planned(plan, wrapped, args, kwargs)
 
         def stock() -> Any:
             if put_off is not None:
                 put_off.write_again()
             return wrapped(*args, **kwargs)
+
+        if not self.live:
+            # An earlier call's comparison was read just now, and differed.
+            return stock()
+        if touched is None:
+            return self._planned(plan, wrapped, args, kwargs)
 
         facts = {name: str(getattr(value, "value", value)) for name, value in plan.shape._asdict().items()}
         facts |= {"release": self._release.version, "route": plan.route.value}
@@ -212,6 +206,7 @@ class Overlay:
     def _plan(
         self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], put_off: PutOff | None
     ) -> Plan | None:
+        self._ledger.pulse()
         # Nothing has been written yet: whatever goes wrong here is counted and upstream takes the call.
         try:
             if not adapter.is_target_verify(args, kwargs):

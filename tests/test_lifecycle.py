@@ -90,41 +90,39 @@ backend.forward_extend = lambda self, *args, **kwargs: None
 assert status()["lost"] == ["GDNAttnBackend.forward_extend"]
 """
 
-MODELS_FIRST = """
-import importlib, pathlib, sys
+# Around the two below.
+ACTIVE = """
+import importlib, pathlib, sys, types
 from sglang_gdn_zerocopy.lab.loader import mount
 mount(pathlib.Path(sys.argv[1]))
 from sglang_gdn_zerocopy import activate, status
 from sglang_gdn_zerocopy.upstream import patching
 from sglang_gdn_zerocopy.upstream.releases import BACKEND_MODULE, MODELS
 activate()
+"""
+DECLINED = """
+print([row for row in status()["counts"] if row["stage"] == "declined"])
+"""
+
+MODELS_FIRST = """
 models = [(importlib.import_module(site.module), site) for site in MODELS]
 assert BACKEND_MODULE not in sys.modules and status()["state"] == "waiting"
 assert not any(patching.is_patched(model, site.unpack_function) for model, site in models)
 importlib.import_module(BACKEND_MODULE)
 assert all(patching.is_patched(model, site.unpack_function) for model, site in models)
-print([row for row in status()["counts"] if row["stage"] == "declined"])
 """
 
 HALF_IMPORTED = """
-import importlib, pathlib, sys, types
-from sglang_gdn_zerocopy.lab.loader import mount
-mount(pathlib.Path(sys.argv[1]))
-from sglang_gdn_zerocopy import activate, status
-from sglang_gdn_zerocopy.upstream import patching
-from sglang_gdn_zerocopy.upstream.releases import MODELS
-activate()
 for site in MODELS:
     # What a module is while its import runs, which may be what imports the backend.
     sys.modules[site.module] = types.ModuleType(site.module)
-importlib.import_module("sglang.srt.layers.attention.linear.gdn_backend")
+importlib.import_module(BACKEND_MODULE)
 assert status()["state"] == "installed"
 for site in MODELS:
     del sys.modules[site.module]
     model = importlib.import_module(site.module)
     assert patching.is_patched(model, site.unpack_function)
     assert patching.is_patched(getattr(model, site.layer_class), "forward")
-print([row for row in status()["counts"] if row["stage"] == "declined"])
 """
 
 
@@ -140,5 +138,5 @@ def test_a_foreign_wrapper_over_ours(python: Python, stock_tree: Callable[[str],
 
 @pytest.mark.parametrize("order", [MODELS_FIRST, HALF_IMPORTED], ids=["models first", "a model imports the backend"])
 def test_a_model_before_the_backend(python: Python, stock_tree: Callable[[str], Path], order: str) -> None:
-    done = python(order, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
+    done = python(ACTIVE + order + DECLINED, str(stock_tree("0.5.17")), SGLANG_GDN_ZEROCOPY="1")
     assert done.stdout.strip() == "[]"

@@ -112,6 +112,12 @@ def wrong_conv(result: str) -> Callable[..., None]:
     return wrong
 
 
+def wrong_recurrence(*args: Any, **kwargs: Any) -> torch.Tensor:
+    output = recurrent_verify(*args, **kwargs)
+    output.view(-1)[-1:] += 1
+    return output
+
+
 @pytest.mark.parametrize(
     ("case", "result"),
     [(LAYER, name) for name in ("conv", "intermediate_conv_window", "packed", "z", "b", "a")]
@@ -171,16 +177,9 @@ def test_a_wrong_recurrence_is_found_at_the_next_shadowed_call(
     harness: Harness, shadowed: Switch, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     shadowed(2)
-    real = recurrent_verify
-
-    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
-        output = real(*args, **kwargs)
-        output.view(-1)[-1:] += 1
-        return output
-
     world = world_of(case)
     outputs = [harness.verify(world) for _ in range(2)]
-    monkeypatch.setattr(bundled, "recurrent_verify", wrong)
+    monkeypatch.setattr(bundled, "recurrent_verify", wrong_recurrence)
     outputs.append(harness.verify(world))
     assert sglang_gdn_zerocopy.status()["state"] == "fell back"
     assert ("shadow", "differs from stock: output") in counts()
@@ -294,13 +293,19 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[_Event]:
     return made
 
 
+def touched_by(slots: list[int], starts: list[int]) -> Touched:
+    """What a call of so many requests touches, but for its output."""
+    indices = torch.tensor(slots, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
+    return Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), {}, {}, {}, *indices)
+
+
+TOUCHED = touched_by([0, 1], [0, 1, 2])
+
+
 def one_call(shadow: Shadow, wrong: float) -> None:
     """A call of one layer whose output is ``wrong`` where stock's is 0."""
-    empty: dict[str, torch.Tensor] = {}
-    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
-    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), empty, empty, empty, *indices)
     assert shadow.due(0, torch.device("cpu"))
-    shadow.run(0, {}, touched, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
+    shadow.run(0, {}, TOUCHED, {}, lambda: torch.full((1, 2, 1, 4), wrong), lambda: torch.zeros(1, 2, 1, 4))
 
 
 def test_comparisons_are_read_when_the_device_is_done_and_only_a_few_are_outstanding(events: list[_Event]) -> None:
@@ -335,13 +340,7 @@ def test_a_difference_that_is_read_before_a_call_leaves_that_call_to_stock(
     harness: Harness, shadowed: Switch, monkeypatch: pytest.MonkeyPatch, events: list[_Event], case: Case
 ) -> None:
     shadowed(2)
-
-    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
-        output = recurrent_verify(*args, **kwargs)
-        output.view(-1)[-1:] += 1
-        return output
-
-    monkeypatch.setattr(bundled, "recurrent_verify", wrong)
+    monkeypatch.setattr(bundled, "recurrent_verify", wrong_recurrence)
     world = world_of(case)
     outputs = [harness.verify(world)]
     assert sglang_gdn_zerocopy.status()["state"] == "installed"
@@ -368,10 +367,7 @@ def test_one_output_tensor_for_both_ways_is_still_compared() -> None:
     gave_up: list[str] = []
     shadow = Shadow(1, "", Ledger(), gave_up.append)
     output = torch.zeros(1, 2, 1, 4)
-    none: dict[str, torch.Tensor] = {}
-    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
-    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), none, none, none, *indices)
-    answer = shadow.run(0, {}, touched, {}, lambda: output.fill_(1), lambda: output.fill_(2))
+    answer = shadow.run(0, {}, TOUCHED, {}, lambda: output.fill_(1), lambda: output.fill_(2))
     assert answer is output
     assert torch.equal(output, torch.full_like(output, 2))
     assert len(gave_up) == 1
@@ -394,10 +390,7 @@ def test_only_rows_that_stock_defines_are_compared(
     shadow = Shadow(1, "", Ledger(), gave_up.append)
     mine = torch.zeros(1, 4, 1, 8)
     mine[0, wrong_row, 0, 5] = -0.0
-    none: dict[str, torch.Tensor] = {}
-    indices = torch.tensor(slots, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
-    touched = Touched({"rows": torch.zeros(4, 4)}, torch.zeros(2, 1), none, none, none, *indices)
-    shadow.run(0, {}, touched, {}, lambda: mine, lambda: torch.zeros(1, 4, 1, 8))
+    shadow.run(0, {}, touched_by(slots, starts), {}, lambda: mine, lambda: torch.zeros(1, 4, 1, 8))
     assert bool(gave_up) is found
 
 
@@ -408,9 +401,6 @@ def test_an_output_of_another_kind_differs(mine: torch.Tensor) -> None:
     """Also where its elements, spread over stock's shape, are all the same."""
     gave_up: list[str] = []
     shadow = Shadow(1, "", Ledger(), gave_up.append)
-    none: dict[str, torch.Tensor] = {}
-    indices = torch.tensor([0, 1]), torch.tensor([0, 1, 2])
-    touched = Touched({"rows": torch.zeros(2, 4)}, torch.zeros(2, 1), none, none, none, *indices)
-    shadow.run(0, {}, touched, {}, lambda: mine, lambda: torch.zeros(1, 2, 1, 4))
+    shadow.run(0, {}, TOUCHED, {}, lambda: mine, lambda: torch.zeros(1, 2, 1, 4))
     assert len(gave_up) == 1
     assert gave_up[0].startswith("shadow mode found output of layer 0")

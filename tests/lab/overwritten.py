@@ -9,18 +9,15 @@ was NaN between verify and commit (``overwritten``), and whether every other slo
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import torch
 
 from sglang_gdn_zerocopy.bits import same_bits
-from sglang_gdn_zerocopy.lab import loader
-from sglang_gdn_zerocopy.lab.cases import Case, cases_for
+from sglang_gdn_zerocopy.lab.cases import Case
 from sglang_gdn_zerocopy.lab.commit import last_nodes
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import build_world
-from sglang_gdn_zerocopy.upstream.releases import RELEASES
+from tests.lab.scripts import mounted
 
 # Both conv launches (16 and 32 bit), both layouts of the windows, a tree, rows without a slot or tokens, every ring.
 NAMES = (
@@ -64,13 +61,9 @@ def examine(harness: Harness, case: Case) -> None:
 
 
 def main() -> None:
-    folder, version = sys.argv[1:]
-    loader.mount(Path(folder))
-    torch.set_num_threads(1)
-    harness = Harness()
-    for case in cases_for(RELEASES[version].protocols, harness.strided_unpack, harness.overlapping_windows):
-        if case.name in NAMES:
-            examine(harness, case)
+    harness, cases = mounted(NAMES)
+    for case in cases:
+        examine(harness, case)
 
 
 if __name__ == "__main__":

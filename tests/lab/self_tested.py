@@ -9,17 +9,10 @@ what the overlay counted.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
-
-import torch
 
 import sglang_gdn_zerocopy
-from sglang_gdn_zerocopy.lab import loader
-from sglang_gdn_zerocopy.lab.cases import cases_for
 from sglang_gdn_zerocopy.lab.comparison import compare
-from sglang_gdn_zerocopy.lab.harness import Harness
-from sglang_gdn_zerocopy.upstream.releases import RELEASES
+from tests.lab.scripts import mounted
 
 # Conv with a model's unpack and without, recurrence of both protocols, all of it in one launch.
 NAMES = (
@@ -33,14 +26,10 @@ NAMES = (
 
 
 def main() -> None:
-    folder, version = sys.argv[1:]
-    loader.mount(Path(folder))
-    torch.set_num_threads(1)
-    harness = Harness()
-    for case in cases_for(RELEASES[version].protocols, harness.strided_unpack, harness.overlapping_windows):
-        if case.name in NAMES:
-            equal = all(compare(harness, case, 11, "cpu").equal.values())
-            print(json.dumps({"case": case.name, "equal": equal}), flush=True)
+    harness, cases = mounted(NAMES)
+    for case in cases:
+        equal = all(compare(harness, case, 11, "cpu").equal.values())
+        print(json.dumps({"case": case.name, "equal": equal}), flush=True)
     print(json.dumps({"counts": sglang_gdn_zerocopy.status()["counts"]}))
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +16,9 @@ from sglang_gdn_zerocopy.lab.comparison import compare, poisoned_memory
 from sglang_gdn_zerocopy.lab.harness import Harness
 from sglang_gdn_zerocopy.lab.world import World, build_world
 from sglang_gdn_zerocopy.records import Protocol
-from sglang_gdn_zerocopy.settings import child_environment
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
-from tests.conftest import ROOT
 from tests.lab.overwritten import NAMES
+from tests.lab.scripts import run
 
 CHAIN = Case("chain", num_v_heads=1, draft_tokens=2, slots=(1, 4))
 
@@ -30,14 +26,8 @@ CHAIN = Case("chain", num_v_heads=1, draft_tokens=2, slots=(1, 4))
 @pytest.mark.parametrize("version", RELEASES)
 def test_a_commit_overwrites_the_conv_state(stock_tree: Callable[[str], Path], version: str) -> None:
     """Every cell of the live slots' conv state and no other, so that a verify may leave it unwritten."""
-    command = [sys.executable, "-m", "tests.lab.overwritten", str(stock_tree(version)), version]
-    environment = child_environment(TRITON_INTERPRET="1", SGLANG_GDN_ZEROCOPY="0")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    protocols = RELEASES[version].protocols
-    assert {line["case"] for line in lines} == {c.name for c in CASES if c.name in NAMES and c.protocol in protocols}
-    assert {line["protocol"] for line in lines} == {protocol.value for protocol in protocols}
+    lines = run("overwritten", stock_tree(version), version, NAMES, switch="0")
+    assert {line["protocol"] for line in lines} == {protocol.value for protocol in RELEASES[version].protocols}
     assert [line for line in lines if not (line["overwritten"] and line["others_kept"])] == []
 
 

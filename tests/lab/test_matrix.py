@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +17,8 @@ from sglang_gdn_zerocopy.lab.matrix import ReleaseRun, judge, run_release
 from sglang_gdn_zerocopy.lab.wheels import LabError, StockTree
 from sglang_gdn_zerocopy.lab.world import build_world
 from sglang_gdn_zerocopy.records import Protocol
-from sglang_gdn_zerocopy.settings import child_environment
 from sglang_gdn_zerocopy.upstream.releases import RELEASES
-from tests.conftest import ROOT
+from tests.lab.scripts import run
 from tests.lab.self_tested import NAMES
 
 
@@ -70,13 +67,7 @@ def test_release(stock_tree: Callable[[str], Path], version: str, monkeypatch: p
 
 @pytest.mark.parametrize("version", [version for version in RELEASES if version not in SELF_TESTED])
 def test_self_tests_of_a_release(stock_tree: Callable[[str], Path], version: str) -> None:
-    command = [sys.executable, "-m", "tests.lab.self_tested", str(stock_tree(version)), version]
-    environment = child_environment(TRITON_INTERPRET="1", SGLANG_GDN_ZEROCOPY="1")
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stderr
-    *lines, last = [json.loads(line) for line in done.stdout.splitlines()]
-    protocols = RELEASES[version].protocols
-    assert {line["case"] for line in lines} == {c.name for c in CASES if c.name in NAMES and c.protocol in protocols}
+    *lines, last = run("self_tested", stock_tree(version), version, NAMES, switch="1")
     assert [line for line in lines if not line["equal"]] == []
     told = {row["reason"] for row in last["counts"] if row["stage"] == "self-test"}
     assert told == {f"{kernel} kernel equals stock's" for kernel in ("conv", "recurrence", "one-launch")}
